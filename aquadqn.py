@@ -19,7 +19,6 @@ Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
 """
 
 import contextlib
-import csv
 import dataclasses
 import io
 import json
@@ -29,8 +28,8 @@ import re
 import signal
 import sys
 import time
-import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +57,7 @@ class Args:
     num_demos: int | None = None
     """use only the first N episodes of the dataset; default: all"""
     reward: Literal["sparse", "env"] | None = None
-    """sparse: 1 on every step at which info["success"] holds, else 0; default: sparse where the environment reports it"""
+    """sparse: 1 at every step with info["success"], else 0; default: sparse if the environment reports success"""
     seed: int = 1
     """seed of networks, batches, exploration and environment; equal seeds give bit-identical runs on a CPU"""
     total_timesteps: int = 1_000_000
@@ -134,26 +133,37 @@ class UserError(Exception):
     """One line that says what is wrong and what to do; the program ends with exit code 2."""
 
 
+class Unavailable(UserError):
+    """Data that is neither here nor within reach."""
+
+
+def require(condition: Any, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turns whatever a library raises into one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+
+
 def check_args(args: Args) -> None:
-    for name in ("num_actions", "batch_size", "n_step", "total_timesteps", "eval_every", "eval_episodes", "buffer_size",
-                 "target_update_period", "checkpoint_every", "num_demos"):  # fmt: skip
+    counts = "num_demos num_actions batch_size n_step total_timesteps eval_every eval_episodes buffer_size"
+    bounds = dict.fromkeys(f"{counts} target_update_period checkpoint_every".split(), (1, math.inf))
+    bounds |= dict.fromkeys(["candidate_steps", "learning_starts"], (0, math.inf))
+    bounds |= dict.fromkeys(["demo_ratio", "epsilon", "gamma"], (0, 1))
+    bounds |= dict.fromkeys(["input_dropout", "hidden_dropout"], (0, 0.99))
+    bounds |= dict.fromkeys(["temperature", "learning_rate", "candidate_learning_rate", "munchausen_tau"], (1e-9, 1e9))
+    for name, (low, high) in {**bounds, "seed": (0, EVALUATION_SEED - 1)}.items():
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}: give at least 1")
-    for name in ("demo_ratio", "epsilon", "gamma"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number in [0, 1]")
-    for name in ("input_dropout", "hidden_dropout"):
-        if not 0 <= getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number in [0, 1)")
-    for name in ("temperature", "learning_rate", "candidate_learning_rate", "munchausen_tau"):
-        if not 0 < getattr(args, name) < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a positive number")
-    for name in ("candidate_steps", "learning_starts"):
-        if getattr(args, name) < 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give at least 0")
-    if not 0 <= args.seed < EVALUATION_SEED:
-        raise UserError(f"--seed is {args.seed}: give a number from 0 to {EVALUATION_SEED - 1}")
+        if value is not None:
+            require(low <= value <= high, f"--{name.replace('_', '-')} is {value}: give a number from {low} to {high}")
 
 
 # ------------------------------------------------------------------------------------------------ environment
@@ -168,46 +178,32 @@ class SparseReward(gym.Wrapper):
 
 
 def make_env(env_id: str, reward: str | None, render: bool = False) -> gym.Env:
-    """A Gymnasium environment with a Box action space and flat observations. No reward named: the best there is."""
+    """A Gymnasium environment with a Box action space, flat observations, and the sparse reward if there is one."""
     if render and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
-        import gymnasium_robotics  # registers Adroit; redirected because it prints a notice
+        import gymnasium_robotics  # registers Adroit, and prints a notice
 
         gym.register_envs(gymnasium_robotics)
-    try:
+    with explained(f"cannot make environment {env_id!r}"):
         env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
-    except (gym.error.Error, ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"cannot make environment {env_id!r}: {one_line(error)}") from None
-    if not isinstance(env.action_space, gym.spaces.Box) or len(env.action_space.shape) != 1:
-        raise UserError(f"{env_id} has action space {env.action_space}: AQuaDem needs a Box with one dimension")
-    if not holds_only_boxes(env.observation_space):
-        raise UserError(f"{env_id} has observation space {env.observation_space}: a Box or a Dict of Boxes is needed")
+    box, space = env.action_space, env.observation_space
+    one_dimensional = isinstance(box, gym.spaces.Box) and len(box.shape) == 1
+    require(one_dimensional, f"{env_id} has action space {box}: AQuaDem needs a Box with one dimension")
+    parts = space.values() if isinstance(space, gym.spaces.Dict) else [space]
+    only_boxes = all(isinstance(part, gym.spaces.Box) for part in parts)
+    require(only_boxes, f"{env_id} has observation space {space}: a Box or a Dict of Boxes is needed")
     if reward != "env":
         env.reset(seed=0)
-        reports_success = "success" in env.step(np.clip(0, env.action_space.low, env.action_space.high))[4]
-        if reports_success:
-            env = SparseReward(env)
-        elif reward == "sparse":
-            raise UserError(f"{env_id} reports no info['success'], so it has no sparse reward: use --reward env")
+        reports_success = "success" in env.step(np.clip(np.zeros(box.shape, box.dtype), box.low, box.high))[4]
+        missing = f"{env_id} reports no info['success'], so it has no sparse reward: use --reward env"
+        require(reports_success or reward is None, missing)
+        env = SparseReward(env) if reports_success else env
     return gym.wrappers.FlattenObservation(env)
 
 
-def holds_only_boxes(space: gym.Space) -> bool:
-    if isinstance(space, gym.spaces.Dict):
-        return all(holds_only_boxes(part) for part in space.values())
-    return isinstance(space, gym.spaces.Box)
-
-
-def flatten_observations(space: gym.Space, observations: Any) -> np.ndarray:
-    """A whole episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
-    if isinstance(space, gym.spaces.Dict):
-        return np.concatenate([flatten_observations(part, observations[key]) for key, part in space.items()], axis=1)
-    return np.asarray(observations, np.float32).reshape(len(observations), -1)
-
-
-def one_line(error: BaseException) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
+def first_observation(env: gym.Env) -> np.ndarray:
+    return np.asarray(env.reset()[0], np.float32)
 
 
 class CandidateActions(gym.Wrapper):
@@ -251,91 +247,73 @@ class Demonstrations(NamedTuple):
     ends: np.ndarray  # (N,) true at the last step of every episode, however it ended
 
 
-def default_dataset(env_id: str) -> str | None:
-    task = re.fullmatch(r"AdroitHand(Door|Hammer|Pen|Relocate)(Sparse)?-v\d+", env_id)
-    return f"D4RL/{task[1].lower()}/human-v2" if task else None
-
-
-def find_dataset(args: Args) -> tuple[Any, str | None]:
-    """The Minari dataset, and a warning if it is not the one that was meant."""
-    import minari
-
-    if args.dataset_id is not None:
-        bundled = BUNDLED_DEMONSTRATIONS / args.dataset_id / "data"
-        return (minari.MinariDataset(bundled) if bundled.exists() else open_dataset(args.dataset_id)), None
-    default = default_dataset(args.env_id)
-    if default is None:
-        raise UserError(f"{args.env_id} has no default demonstrations: name a Minari dataset with --dataset-id")
-    try:
-        return open_dataset(default), None
-    except UserError as error:
-        bundled = BUNDLED_DEMONSTRATIONS / "aquadem" / default.split("/")[1] / "agent-v0" / "data"
-        if not bundled.exists():
-            raise UserError(f"{error}; and there is no bundled set for this task") from None
-        return minari.MinariDataset(bundled), (
-            f"NOT HUMAN DEMONSTRATIONS: {default} could not be had, so the bundled aquadem/{bundled.parts[-3]}/agent-v0"
-            " is used, recorded by our own agent (demos/README.md). Results are not comparable with the paper's."
-        )
-
-
 def open_dataset(dataset_id: str) -> Any:
+    """A Minari dataset: bundled, on disk, or else downloaded."""
     import minari
 
-    try:
-        return minari.load_dataset(dataset_id)
-    except FileNotFoundError:
-        print(f"{dataset_id} is not on this machine: fetching it from the Minari hub ...", file=sys.stderr)
-    except Exception as error:
-        raise UserError(f"cannot read dataset {dataset_id!r}: {one_line(error)}") from None
+    bundled = BUNDLED_DEMONSTRATIONS / dataset_id / "data"
+    with explained(f"cannot read dataset {dataset_id!r}"):
+        try:
+            return minari.MinariDataset(bundled) if bundled.exists() else minari.load_dataset(dataset_id)
+        except FileNotFoundError:
+            print(f"{dataset_id} is not on this machine: fetching it from the Minari hub ...", file=sys.stderr)
     try:
         return minari.load_dataset(dataset_id, download=True)
     except Exception as error:
-        raise UserError(f"cannot download dataset {dataset_id!r}: {one_line(error)}") from None
+        raise Unavailable(f"cannot download dataset {dataset_id!r}: {' '.join(str(error).split())}") from None
 
 
-def load_demonstrations(dataset: Any, env: gym.Env, sparse: bool, num_demos: int | None = None) -> Demonstrations:
+def flatten_observations(space: gym.Space, observations: Any) -> np.ndarray:
+    """A whole episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
+    parts = [observations[key] for key in space] if isinstance(space, gym.spaces.Dict) else [observations]
+    return np.concatenate([np.asarray(part, np.float32).reshape(len(part), -1) for part in parts], axis=1)
+
+
+def load_demonstrations(
+    dataset_id: str, env: gym.Env, sparse: bool = True, num_demos: int | None = None
+) -> Demonstrations:
     """Minari episodes as arrays, checked against the environment; the reward is the environment's (see make_env)."""
-    name, space = dataset.spec.dataset_id, env.env.observation_space
-    obs_dim, box = gym.spaces.flatdim(space), env.action_space
-    episodes = []
-    try:
+    dataset, box, episodes = open_dataset(dataset_id), env.action_space, []
+    with explained(f"cannot read dataset {dataset_id!r}"):
         for episode in dataset.iterate_episodes(range(min(dataset.total_episodes, num_demos or sys.maxsize))):
-            episodes.append(episode_arrays(episode, name, space, obs_dim, box, sparse))
-    except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise UserError(f"cannot read dataset {name!r}: {one_line(error)}") from None
-    demonstrations = Demonstrations(*map(np.concatenate, zip(*episodes))) if episodes else None
-    if demonstrations is None or len(demonstrations.actions) == 0:
-        raise UserError(f"dataset {name!r} holds no steps: choose another with --dataset-id")
-    for field in ("observations", "actions", "rewards", "next_observations"):
-        array = getattr(demonstrations, field)
-        if not np.isfinite(array).all():
-            bad = int((~np.isfinite(array)).sum())
-            raise UserError(f"dataset {name!r}: field {field} {array.shape} has {bad} NaN or infinite values")
-    return demonstrations._replace(actions=np.clip(demonstrations.actions, box.low, box.high).astype(np.float32))
+            observations = flatten_observations(env.env.observation_space, episode.observations)
+            steps, rewards = len(episode.actions), np.asarray(episode.rewards, np.float32)
+            if sparse:
+                missing = f"dataset {dataset_id!r}: field infos has no 'success' for a sparse reward: use --reward env"
+                require("success" in (episode.infos or {}), missing)
+                # One entry more than steps is the reset's.
+                rewards = np.asarray(episode.infos["success"], np.float32).reshape(-1)[-steps:]
+            for field, array, shape in (
+                ("observations", observations, (steps + 1, *env.observation_space.shape)),
+                ("actions", np.asarray(episode.actions), (steps, *box.shape)),
+                ("rewards", rewards, (steps,)),
+            ):
+                wrong = f"dataset {dataset_id!r}: field {field} has shape {array.shape}, {env.spec.id} needs {shape}"
+                require(array.shape == shape, wrong)
+                bad = f"dataset {dataset_id!r}: field {field} of shape {shape} holds NaN or infinite values"
+                require(np.isfinite(array).all(), bad)
+            actions = np.clip(np.asarray(episode.actions, np.float32), box.low, box.high)
+            terminations, ends = np.asarray(episode.terminations, bool), np.arange(steps) == steps - 1
+            episodes.append((observations[:-1], actions, rewards, observations[1:], terminations, ends))
+    empty = f"dataset {dataset_id!r} holds no steps: choose another with --dataset-id"
+    require(sum(len(episode[1]) for episode in episodes), empty)
+    return Demonstrations(*map(np.concatenate, zip(*episodes)))
 
 
-def episode_arrays(
-    episode: Any, name: str, space: gym.Space, obs_dim: int, box: gym.spaces.Box, sparse: bool
-) -> tuple[np.ndarray, ...]:
-    observations = flatten_observations(space, episode.observations)
-    actions = np.asarray(episode.actions, np.float32)
-    steps = len(actions)
-    if observations.shape != (steps + 1, obs_dim):
-        raise UserError(
-            f"dataset {name!r}: field observations has shape {observations.shape}, not {(steps + 1, obs_dim)}"
-        )
-    if actions.shape != (steps, *box.shape):
-        raise UserError(f"dataset {name!r}: field actions has shape {actions.shape}, not {(steps, *box.shape)}")
-    rewards = np.asarray(episode.rewards, np.float32)
-    if sparse:
-        if "success" not in (episode.infos or {}):
-            raise UserError(f"dataset {name!r}: field infos has no 'success', so no sparse reward: use --reward env")
-        # Newer datasets have one entry more than steps, which belongs to the reset.
-        rewards = np.asarray(episode.infos["success"], np.float32).reshape(-1)[-steps:]
-    if rewards.shape != (steps,):
-        raise UserError(f"dataset {name!r}: the rewards have shape {rewards.shape}, not {(steps,)}")
-    ends = np.arange(steps) == steps - 1
-    return observations[:-1], actions, rewards, observations[1:], np.asarray(episode.terminations, bool), ends
+def load_default_demonstrations(args: Args, env: gym.Env) -> tuple[Demonstrations, str, str | None]:
+    """The human demonstrations of an Adroit task, or if they cannot be had the bundled ones: data, id and warning."""
+    task = re.fullmatch(r"AdroitHand(Door|Hammer|Pen|Relocate)-v\d+", args.env_id)
+    require(task, f"{args.env_id} has no default demonstrations: name a Minari dataset with --dataset-id")
+    default, fallback = f"D4RL/{task[1].lower()}/human-v2", f"aquadem/{task[1].lower()}/agent-v0"
+    try:
+        return load_demonstrations(default, env, args.reward == "sparse", args.num_demos), default, None
+    except Unavailable as error:
+        require((BUNDLED_DEMONSTRATIONS / fallback).exists(), f"{error}; and no set for this task is bundled")
+    warning = (
+        f"NOT HUMAN DEMONSTRATIONS: {default} could not be had, so the bundled {fallback} is used, recorded by our own"
+        " agent (demos/README.md). What comes out is not comparable with the paper."
+    )
+    return load_demonstrations(fallback, env, args.reward == "sparse", args.num_demos), fallback, warning
 
 
 # --------------------------------------------------------------------------------------------------- networks
@@ -365,15 +343,14 @@ class CandidateNetwork(nn.Module):
             x = dropout(self.hidden_dropout, x)
         for layer, width in enumerate([*self.head, self.action_dim]):
             # The first layer of all heads reads the same x, so it is one plain matmul; the others are batched over k.
-            kernel_axes = ("...i,iko->...ko", (x.shape[-1], self.num_actions, width), 1) if layer == 0 else (
-                "...ki,kio->...ko", (self.num_actions, x.shape[-1], width), 0)  # fmt: skip
-            equation, shape, heads_axis = kernel_axes
-            init = nn.initializers.variance_scaling(
-                1.0, "fan_avg", "uniform", in_axis=0 if layer == 0 else 1, out_axis=2, batch_axis=heads_axis
+            first, fan_in, heads = layer == 0, x.shape[-1], self.num_actions
+            xavier = nn.initializers.variance_scaling(
+                1.0, "fan_avg", "uniform", in_axis=0 if first else 1, out_axis=2, batch_axis=1 if first else 0
             )
-            kernel = self.param(f"head_{layer}_kernel", init, shape)
-            bias = self.param(f"head_{layer}_bias", nn.initializers.zeros, (self.num_actions, width))
-            x = jnp.einsum(equation, x, kernel) + bias
+            shape = (fan_in, heads, width) if first else (heads, fan_in, width)
+            kernel = self.param(f"head_{layer}_kernel", xavier, shape)
+            bias = self.param(f"head_{layer}_bias", nn.initializers.zeros, (heads, width))
+            x = jnp.einsum("...i,iko->...ko" if first else "...ki,kio->...ko", x, kernel) + bias
             if layer < len(self.head):
                 x = dropout(self.hidden_dropout, nn.relu(x))
         return x
@@ -468,7 +445,7 @@ def n_step_returns(
 
 
 class Replay(NamedTuple):
-    """A ring of transitions, on the device. A row is observation | next observation | index, reward, terminated, ended."""
+    """A ring of transitions on the device. A row: observation | next observation | index, reward, terminated, ended."""
 
     rows: jax.Array  # (capacity, 2 * obs + 4) float32
     count: jax.Array  # transitions ever stored; the newest is row (count - 1) % capacity
@@ -483,8 +460,9 @@ class Batch(NamedTuple):
 
 
 def pack_rows(observations, next_observations, indices, rewards, terminations, ends) -> np.ndarray:
+    """One transition (or many) as rows of a replay."""
     scalars = np.stack([indices, rewards, terminations, ends], axis=-1)
-    return np.concatenate([observations, next_observations, scalars], axis=-1).astype(np.float32)
+    return np.concatenate([observations, next_observations, scalars], axis=-1, dtype=np.float32, casting="same_kind")
 
 
 def store(replay: Replay, rows: jax.Array) -> Replay:
@@ -590,31 +568,20 @@ def make_agent_update(network: nn.Module, optimizer: optax.GradientTransformatio
     return jax.jit(update, donate_argnums=0)
 
 
-def make_act(q_network: nn.Module, candidate_network: nn.Module, box: gym.spaces.Box, epsilon: float) -> Callable:
-    """Epsilon-greedy for one observation. Action and index come back in one array: one transfer each way per step."""
-
-    def act(
-        q_params: Any, candidate_params: Any, observation: jax.Array, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        key, coin_key, index_key = jax.random.split(key, 3)
-        q = q_network.apply(q_params, observation)
-        explore = jax.random.uniform(coin_key) < epsilon
-        index = jnp.where(explore, jax.random.randint(index_key, (), 0, len(q)), jnp.argmax(q))
-        action = jnp.clip(candidate_network.apply(candidate_params, observation)[index], box.low, box.high)
-        return jnp.append(action, index.astype(jnp.float32)), key
-
-    return jax.jit(act)
-
-
 def make_policy(q_network: nn.Module, candidate_network: nn.Module, box: gym.spaces.Box) -> Callable:
-    """Greedy, for a batch of observations: what is evaluated."""
+    """Epsilon-greedy, for one observation or a batch. Actions and indices come back in one array: one transfer."""
 
-    def policy(q_params: Any, candidate_params: Any, observations: jax.Array) -> jax.Array:
-        index = jnp.argmax(q_network.apply(q_params, observations), axis=-1)
-        candidates = candidate_network.apply(candidate_params, observations)  # (E, K, D)
-        return jnp.clip(candidates[jnp.arange(len(index)), index], box.low, box.high)
+    def policy(q_params: Any, candidate_params: Any, observations: jax.Array, key: jax.Array, epsilon: float):
+        key, coin_key, index_key = jax.random.split(key, 3)
+        greedy = jnp.argmax(q_network.apply(q_params, observations), axis=-1)
+        explore = jax.random.uniform(coin_key, greedy.shape) < epsilon
+        index = jnp.where(explore, jax.random.randint(index_key, greedy.shape, 0, q_network.num_actions), greedy)
+        candidates = candidate_network.apply(candidate_params, observations)  # (..., K, D)
+        actions = jnp.take_along_axis(candidates, index[..., None, None], axis=-2)[..., 0, :]
+        actions = jnp.clip(actions, box.low, box.high)
+        return jnp.concatenate([actions, index[..., None].astype(jnp.float32)], axis=-1), key
 
-    return jax.jit(policy)
+    return jax.jit(policy, static_argnames="epsilon")
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -627,14 +594,14 @@ class Evaluation(NamedTuple):
     frames: list[np.ndarray]  # pictures of the environments made for rendering, episode after episode
 
 
-def evaluate(policy: Callable[[np.ndarray], np.ndarray], envs: list[gym.Env]) -> Evaluation:
-    """One episode in each environment, side by side, with one batched policy call per step."""
+def evaluate(policy: Callable, envs: list[gym.Env]) -> Evaluation:
+    """One greedy episode in each environment, side by side, with one batched policy call per step."""
     observations = np.stack([env.reset(seed=EVALUATION_SEED + i)[0] for i, env in enumerate(envs)]).astype(np.float32)
     returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), int)
     successes, running = np.full(len(envs), np.nan), np.ones(len(envs), bool)
     frames: list[list[np.ndarray]] = [[] for _ in envs]
     while running.any():
-        actions = np.asarray(policy(observations))
+        actions = np.asarray(policy(observations)[0])[:, :-1]  # without the indices
         for i in np.flatnonzero(running):
             observation, reward, terminated, truncated, info = envs[i].step(actions[i])
             observations[i] = observation
@@ -649,12 +616,8 @@ def evaluate(policy: Callable[[np.ndarray], np.ndarray], envs: list[gym.Env]) ->
 
 
 def render(env: gym.Env) -> np.ndarray:
-    try:
+    with explained("cannot render; install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"):
         return env.render()
-    except Exception as error:
-        raise UserError(
-            f"cannot render ({one_line(error)}): install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"
-        ) from None
 
 
 def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
@@ -672,32 +635,27 @@ def wilson_interval(successes: np.ndarray, z: float = 1.96) -> tuple[float, floa
 
 
 def candidate_picture(candidates: np.ndarray, actions: np.ndarray, steps: Sequence[int], box: Any) -> np.ndarray:
-    """Appendix C, one panel per step: action dimension on x, value on y, one colour per candidate, the demonstrated
+    """Appendix C, a panel per step: action dimension on x, value on y, one colour per candidate, the demonstration's
     action in black. candidates (P, K, D), actions (P, D)."""
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    import matplotlib
     from matplotlib.figure import Figure
 
     columns = min(len(steps), 3)
     rows = -(-len(steps) // columns)
-    figure = Figure(
-        figsize=(8 if columns == 1 else 5 * columns, 4 if columns == 1 else 3 * rows), dpi=80, layout="constrained"
-    )
-    canvas, axes = FigureCanvasAgg(figure), figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    figure = Figure(figsize=(3 + 4 * columns, 1 + 3 * rows), dpi=80, layout="constrained")
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    colours = matplotlib.colormaps["turbo"](np.linspace(0, 1, candidates.shape[1]))
     for panel, (axis, step) in enumerate(zip(axes.flat, steps)):
         for k, candidate in enumerate(candidates[panel]):
-            colour = colormaps["turbo"](k / max(candidates.shape[1] - 1, 1))
-            axis.plot(candidate, "o-", color=colour, lw=1, ms=3, alpha=0.8, label=f"candidate {k}")
+            axis.plot(candidate, "o-", color=colours[k], lw=1, ms=3, alpha=0.8, label=f"candidate {k}")
         axis.plot(actions[panel], "o-", color="black", lw=1.5, ms=4, label="demonstrated")
-        axis.set(
-            title=f"step {step}",
-            xlabel="action dimension",
-            ylabel="value",
-            ylim=(box.low.min() - 0.3, box.high.max() + 0.3),
-        )
+        limits = (float(box.low.min()) - 0.3, float(box.high.max()) + 0.3)
+        axis.set(title=f"step {step}", xlabel="action dimension", ylabel="value", ylim=limits)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="rgba")
+    width, height = figure.canvas.get_width_height()
+    return np.frombuffer(picture.getvalue(), np.uint8).reshape(height, width, 4)[..., :3]
 
 
 # -------------------------------------------------------------------------------------------------- run folder
@@ -718,26 +676,28 @@ def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
 def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
     """The inverse of save_arrays, for a tree of the template's structure, shapes and types."""
     leaves, structure = jax.tree.flatten(template)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = [file[f"leaf_{i:03d}"] for i in range(len(leaves))]
-            meta = json.loads(file["meta"].tobytes())
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: name a run folder that has it") from None
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is not a whole checkpoint: {one_line(error)}") from None
+    require(path.exists(), f"{path} does not exist: name a run folder that has it")
+    with explained(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+        arrays = [file[f"leaf_{i:03d}"] for i in range(len(leaves))]
+        meta = json.loads(file["meta"].tobytes())
     for array, leaf in zip(arrays, leaves):
-        if array.shape != leaf.shape or array.dtype != leaf.dtype:
-            raise UserError(f"{path} holds {array.dtype}{array.shape} where {leaf.dtype}{leaf.shape} is needed")
+        wrong = f"{path} holds {array.dtype}{array.shape} where {leaf.dtype}{leaf.shape} is needed"
+        require(array.shape == leaf.shape and array.dtype == leaf.dtype, wrong)
     return jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]), meta
 
 
+def make_run_folder(args: Args, warning: str | None) -> Path:
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
+    run.mkdir(parents=True)
+    (run / "args.json").write_text(json.dumps({**dataclasses.asdict(args), "warning": warning}, indent=2))
+    return run
+
+
 def load_args(run: Path) -> Args:
-    try:
+    with explained(f"{run} is not a run folder of this script"):
         saved = json.loads((run / "args.json").read_text())
         return Args(**{field.name: saved[field.name] for field in dataclasses.fields(Args)})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{run} is not a run folder of this script: {one_line(error)}") from None
 
 
 def load_candidates(run: Path, network: nn.Module, obs_dim: int) -> Any:
@@ -745,75 +705,80 @@ def load_candidates(run: Path, network: nn.Module, obs_dim: int) -> Any:
     return load_arrays(run / "candidates.npz", template)[0]
 
 
-class ReplayLog:
-    """Every transition ever stored, appended to a file, so that a checkpoint writes only what is new."""
-
-    def __init__(self, path: Path, row_size: int):
-        self.path, self.row_size, self.pending = path, row_size, []
-
-    def append(self, row: np.ndarray) -> None:
-        self.pending.append(row)
-
-    def flush(self) -> None:
-        with self.path.open("ab") as file:
-            file.write(b"".join(row.tobytes() for row in self.pending))
-            file.flush()
-            os.fsync(file.fileno())
-        self.pending = []
-
-    def restore(self, count: int) -> np.ndarray:
-        """The first `count` rows; what an interrupted run wrote after its last checkpoint is cut off."""
-        size = count * self.row_size * 4
-        if not self.path.exists() or self.path.stat().st_size < size:
-            raise UserError(f"{self.path} is shorter than its checkpoint says: this run cannot be resumed")
-        os.truncate(self.path, size)
-        return (
-            np.memmap(self.path, np.float32, "r", shape=(count, self.row_size))
-            if count
-            else np.empty((0, self.row_size))
-        )
+def append_rows(path: Path, rows: list[np.ndarray]) -> None:
+    """The replay on disk: every transition in order, so that a checkpoint writes only what is new."""
+    with path.open("ab") as file:
+        file.write(b"".join(row.tobytes() for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
 
 
-class Interruption:
-    """Ctrl-C and SIGTERM ask for a stop at the next checkpoint; a second one stops at once."""
+def restore_rows(path: Path, count: int, row_size: int) -> np.ndarray:
+    """The first `count` rows; what an interrupted run appended after its last whole checkpoint is cut off."""
+    size = count * row_size * 4
+    whole = path.exists() and path.stat().st_size >= size
+    require(whole, f"{path} is shorter than its checkpoint says: this run cannot be resumed")
+    os.truncate(path, size)
+    return np.memmap(path, np.float32, "r", shape=(count, row_size))
 
-    def __init__(self):
-        self.signal = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
 
-    def handle(self, number: int, _: Any) -> None:
-        if self.signal:
+def write_evaluation(path: Path, step: int, result: Evaluation, log: Any) -> None:
+    """evaluations.csv and TensorBoard. Rows from this step on are what an interrupted run had written: replaced."""
+    means = [float(np.mean(x)) for x in (result.successes, result.returns, result.lengths)]
+    for tag, mean in zip(("success_rate", "episodic_return", "episodic_length"), means):
+        log.add_scalar(f"eval/{tag}", mean, step)
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    kept = [line for line in lines if int(line.split(",")[0]) < step]
+    row = ",".join(map(str, [step, *means, len(result.returns)]))
+    path.write_text("\n".join(["step,success_rate,episodic_return,episodic_length,episodes", *kept, row]) + "\n")
+
+
+def catch_signals() -> list[int]:
+    """Ctrl-C and SIGTERM end up in this list and ask for a stop at the next checkpoint; a second one stops at once."""
+    asked: list[int] = []
+
+    def handle(number: int, _: Any) -> None:
+        if asked:
             raise KeyboardInterrupt
-        self.signal = number
+        asked.append(number)
         print("\nstopping at the next checkpoint; once more to stop at once", file=sys.stderr)
 
-    def exit_if_asked(self, run: Path) -> None:
-        if self.signal:
-            print(f"\nstopped; continue with: python {Path(__file__).name} --resume {run}", file=sys.stderr)
-            sys.exit(128 + self.signal)
+    signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGTERM, handle)
+    return asked
+
+
+def exit_if_asked(signals: list[int], run: Path) -> None:
+    if signals:
+        print(f"\nstopped; continue with: python {Path(__file__).name} --resume {run}", file=sys.stderr)
+        sys.exit(128 + signals[0])
+
+
+def make_log(args: Args, run: Path, warning: str | None) -> Any:
+    """The TensorBoard writer. What a resumed run logs again, TensorBoard itself replaces."""
+    from tensorboardX import SummaryWriter
+
+    if args.track:
+        with explained("--track needs Weights & Biases (pip install wandb)"):
+            import wandb
+        wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
+    log = SummaryWriter(str(run))
+    table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+    log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
+    if warning:
+        log.add_text("warning", warning)
+        print("\n".join(["!" * 100, warning, "!" * 100]), file=sys.stderr)
+    return log
 
 
 # --------------------------------------------------------------------------------------------------- training
 
 
-def demonstration_candidates(network: nn.Module, params: Any, demos: Demonstrations) -> tuple[np.ndarray, np.ndarray]:
-    """For every demonstrated action, the index of the nearest candidate and the distance to it. Computed once."""
-
-    @jax.jit
-    def nearest(observations: jax.Array, actions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        candidates = network.apply(params, observations)
-        index = nearest_candidate(candidates, actions)
-        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
-
-    chunks = range(0, len(demos.actions), 4096)  # bounds the memory of (chunk, K, D)
-    results = [nearest(demos.observations[i : i + 4096], demos.actions[i : i + 4096]) for i in chunks]
-    indices, distances = zip(*results)
-    return np.concatenate(indices), np.concatenate(distances)
-
-
-def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstrations, log: Any, stop: Any) -> Any:
-    """The first stage. Continues from an unfinished one; leaves the parameters in candidates.npz."""
+def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstrations, log: Any, signals: list) -> Any:
+    """The first stage: the parameters of the candidates, trained or otherwise had, and kept in candidates.npz."""
+    path, unfinished = run / "candidates.npz", run / "candidates_training.npz"
+    if path.exists():
+        return load_candidates(run, network, demos.observations.shape[1])
     key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 0))
     params = network.init(init_key, demos.observations[:1])
     if args.candidates_from:
@@ -824,216 +789,170 @@ def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstra
         centres, _ = kmeans2(demos.actions, args.num_actions, iter=100, minit="++", rng=args.seed)
         params = {"params": {"actions": jnp.asarray(centres)}}
     elif args.candidates == "learned":
-        params = minimise_soft_min_loss(args, run, network, params, key, demos, log, stop)
-    save_arrays(run / "candidates.npz", params)
-    (run / "candidates_training.npz").unlink(missing_ok=True)
+        optimizer = optax.adam(args.candidate_learning_rate)
+        state, step = CandidateState(params, optimizer.init(params), key), 0
+        if unfinished.exists():
+            state, meta = load_arrays(unfinished, state)
+            step = meta["step"]
+        update = make_candidate_update(network, optimizer, args)
+        observations, actions = jnp.asarray(demos.observations), jnp.asarray(demos.actions)
+        progress = tqdm(desc="candidates", total=args.candidate_steps, initial=step, unit="step", disable=args.quiet)
+        while step < args.candidate_steps:
+            block = min(CANDIDATE_BLOCK, args.candidate_steps - step)
+            state, loss = update(state, observations, actions, block)
+            step += block
+            if not np.isfinite(loss):
+                sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
+            log.add_scalar("candidates/loss", float(loss), step)
+            progress.set_postfix(loss=f"{loss:.5f}", refresh=False)
+            progress.update(block)
+            if step % (20 * CANDIDATE_BLOCK) == 0 or signals:
+                save_arrays(unfinished, state, step=step)
+                exit_if_asked(signals, run)
+        progress.close()
+        params = state.params
+    save_arrays(path, params)
+    unfinished.unlink(missing_ok=True)
     return params
 
 
-def minimise_soft_min_loss(
-    args: Args, run: Path, network: nn.Module, params: Any, key: jax.Array, demos: Demonstrations, log: Any, stop: Any
-) -> Any:
-    optimizer = optax.adam(args.candidate_learning_rate)
-    state, step, path = CandidateState(params, optimizer.init(params), key), 0, run / "candidates_training.npz"
-    if path.exists():
-        state, meta = load_arrays(path, state)
-        step = meta["step"]
-    update = make_candidate_update(network, optimizer, args)
-    observations, actions = jnp.asarray(demos.observations), jnp.asarray(demos.actions)
-    progress = tqdm(desc="candidates", total=args.candidate_steps, initial=step, unit="step", disable=args.quiet)
-    while step < args.candidate_steps:
-        block = min(CANDIDATE_BLOCK, args.candidate_steps - step)
-        state, loss = update(state, observations, actions, block)
-        step += block
-        if not np.isfinite(loss):
-            sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
-        log.add_scalar("candidates/loss", float(loss), step)
-        progress.set_postfix(loss=f"{loss:.5f}", refresh=False)
-        progress.update(block)
-        if step % (20 * CANDIDATE_BLOCK) == 0 or stop.signal:
-            save_arrays(path, state, step=step)
-            stop.exit_if_asked(run)
-    progress.close()
-    return state.params
+def discretise(args: Args, run: Path, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
+    """Every demonstrated action as the index of its nearest candidate, computed once; and a report on how near."""
 
+    @jax.jit
+    def nearest(observations: jax.Array, actions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        candidates = network.apply(params, observations)
+        index = nearest_candidate(candidates, actions)
+        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
 
-def report_candidates(
-    args: Args, run: Path, network: nn.Module, params: Any, demos: Demonstrations, box: Any, log: Any
-):
-    """TensorBoard and candidates.png: which candidates the demonstrations use, and how near they come."""
-    indices, distances = demonstration_candidates(network, params, demos)
+    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory of (chunk, K, D)
+    pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
+    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
     log.add_scalar("candidates/nearest_distance", float(distances.mean()), 0)
     log.add_histogram("candidates/usage", indices, 0, bins=np.arange(args.num_actions + 1) - 0.5)
-    episode = slice(0, int(np.argmax(demos.ends)) + 1)
-    candidates = np.asarray(network.apply(params, demos.observations[episode]))
-    steps = np.linspace(0, len(candidates) - 1, min(6, len(candidates))).astype(int)
-    picture = candidate_picture(candidates[steps], demos.actions[steps], steps, box)
-    log.add_image("candidates/along_a_demonstration", picture, 0, dataformats="HWC")
-    import imageio.v2 as imageio
-
-    imageio.imwrite(run / "candidates.png", picture)
-    if args.capture_video:
-        frames = [
-            candidate_picture(candidates[t : t + 1], demos.actions[t : t + 1], [t], box) for t in range(len(candidates))
-        ]
-        write_video(run / "videos" / "candidates.mp4", frames, fps=25)
     return indices
 
 
+def picture_candidates(
+    args: Args, run: Path, network: nn.Module, params: Any, demos: Demonstrations, box: Any, log: Any
+):
+    """The candidates along the first demonstration (appendix C), as a picture and with --capture-video as a video."""
+    import imageio.v2 as imageio
+
+    length = int(np.argmax(demos.ends)) + 1
+    candidates, actions = np.asarray(network.apply(params, demos.observations[:length])), demos.actions[:length]
+    steps = np.unique(np.linspace(0, length - 1, 6).astype(int))
+    picture = candidate_picture(candidates[steps], actions[steps], steps, box)
+    imageio.imwrite(run / "candidates.png", picture)
+    log.add_image("candidates/along_a_demonstration", picture, 0, dataformats="HWC")
+    if args.capture_video:
+        frames = [candidate_picture(candidates[[t]], actions[[t]], [t], box) for t in range(length)]
+        write_video(run / "videos" / "candidates.mp4", frames, fps=25)
+
+
 def train_agent(
-    args: Args, run: Path, env: gym.Env, network: nn.Module, candidate_params: Any, demos: Replay, log: Any, stop: Any
+    args: Args,
+    run: Path,
+    env: gym.Env,
+    network: nn.Module,
+    candidate_params: Any,
+    demos: Replay,
+    log: Any,
+    signals: list,
 ) -> None:
     """The second stage: epsilon-greedy steps in blocks, then as many updates in one call."""
-    obs_dim = env.observation_space.shape[0]
+    obs_dim, row_size = env.observation_space.shape[0], 2 * env.observation_space.shape[0] + 4
     q_network, optimizer = QNetwork(args.num_actions), optax.adam(args.learning_rate)
     key, act_key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 1), 3)
     params = q_network.init(init_key, jnp.zeros(obs_dim))
     agent = AgentState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.zeros((), jnp.int32), key)
-    replay_log = ReplayLog(run / "replay.f32", row_size=2 * obs_dim + 4)
     capacity = min(args.buffer_size, -(-args.total_timesteps // UPDATE_BLOCK) * UPDATE_BLOCK)
-    rows = np.zeros((capacity, replay_log.row_size), np.float32)
-    step, block = 0, []  # the block holds the steps not yet stored
+    rows, step, block = np.zeros((capacity, row_size), np.float32), 0, []  # block: steps not yet in the replay
     env.reset(seed=args.seed)
     if (run / "state.npz").exists():
         (agent, act_key), meta = load_arrays(run / "state.npz", (agent, act_key))
-        env.unwrapped.np_random.bit_generator.state = meta["env_generator"]
-        step = meta["step"]
-        past, stored = replay_log.restore(step), step - step % UPDATE_BLOCK
+        env.unwrapped.np_random.bit_generator.state, step = meta["env_generator"], meta["step"]
+        past, stored = restore_rows(run / "replay.f32", step, row_size), step - step % UPDATE_BLOCK
         kept = np.arange(max(0, stored - capacity), stored)
         rows[kept % capacity], block = past[kept], list(np.array(past[stored:]))
     replay = Replay(jnp.asarray(rows), jnp.asarray(step - len(block), jnp.int32))
-    del rows
-
-    act = make_act(q_network, network, env.action_space, args.epsilon)
-    policy = make_policy(q_network, network, env.action_space)
-    learn, store_rows = make_agent_update(q_network, optimizer, args), jax.jit(store, donate_argnums=0)
+    policy, learn = make_policy(q_network, network, env.action_space), make_agent_update(q_network, optimizer, args)
+    store_rows = jax.jit(store, donate_argnums=0)
     eval_envs = [make_env(args.env_id, args.reward, args.capture_video and i == 0) for i in range(args.eval_episodes)]
-    table = EvaluationTable(run / "evaluations.csv", before_step=step)
     progress = tqdm(desc="agent", total=args.total_timesteps, initial=step, unit="step", disable=args.quiet)
-    last_checkpoint, logged_step, logged_time = step, step, time.perf_counter()
-    observation = np.asarray(env.reset()[0], np.float32)
-    episode_return, episode_length, episode_success = 0.0, 0, 0.0
+    unsaved, saved_step, logged_step, logged_time = [], step, step, time.perf_counter()
+    observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
     while True:
         if step % args.eval_every == 0 or step == args.total_timesteps:
-            result = evaluate(lambda x: policy(agent.params, candidate_params, x), eval_envs)
+            result = evaluate(partial(policy, agent.params, candidate_params, key=act_key, epsilon=0.0), eval_envs)
             save_arrays(run / "agent.npz", agent.params, step=step)
-            table.write(step, result, log)
+            write_evaluation(run / "evaluations.csv", step, result, log)
             progress.set_postfix(success=f"{np.mean(result.successes):.2f}", refresh=False)
             if result.frames:
-                write_video(run / "videos" / f"step_{step}.mp4", result.frames, fps=env.metadata.get("render_fps", 30))
+                write_video(run / "videos" / f"step_{step}.mp4", result.frames, env.metadata.get("render_fps", 30))
         if step == args.total_timesteps:
             break
-        packed, act_key = act(agent.params, candidate_params, observation, act_key)
-        packed = np.asarray(packed)  # action, then index
+        packed, act_key = policy(agent.params, candidate_params, observation, act_key, epsilon=args.epsilon)
+        packed = np.asarray(packed)  # the action, then its index
         next_observation, reward, terminated, truncated, info = env.step(packed[:-1])
-        next_observation, ended = np.asarray(next_observation, np.float32), terminated or truncated
-        row = np.concatenate([observation, next_observation, [packed[-1], reward, terminated, ended]], dtype=np.float32)
+        row = pack_rows(observation, next_observation, packed[-1], reward, terminated, terminated or truncated)
         block.append(row)
-        replay_log.append(row)
-        observation, step = next_observation, step + 1
+        unsaved.append(row)
+        observation, step = np.asarray(next_observation, np.float32), step + 1
         episode_return, episode_length = episode_return + reward, episode_length + 1
-        episode_success = max(episode_success, float(info.get("success", math.nan)))
+        success = max(success, float(info.get("success", math.nan)))
         if len(block) == UPDATE_BLOCK:
             replay, block = store_rows(replay, np.stack(block)), []
             progress.update(UPDATE_BLOCK)
             if step > args.learning_starts:
                 agent, metrics = learn(agent, replay, demos)
-                if not np.isfinite(metrics).all():
-                    sys.exit(f"error: the Q-loss is not finite at step {step}; the last good checkpoint is in {run}")
+                loss, q_value = np.asarray(metrics)
+                if not np.isfinite(loss):
+                    sys.exit(f"error: the Q-loss is {loss} at step {step}; the last good checkpoint is in {run}")
                 if step - logged_step >= 1000:
-                    now = time.perf_counter()
-                    log.add_scalar("losses/q_loss", float(metrics[0]), step)
-                    log.add_scalar("losses/q_values", float(metrics[1]), step)
-                    log.add_scalar("charts/SPS", (step - logged_step) / (now - logged_time), step)
-                    logged_step, logged_time = step, now
-        if ended:
+                    log.add_scalar("losses/q_loss", loss, step)
+                    log.add_scalar("losses/q_value", q_value, step)
+                    log.add_scalar("charts/SPS", (step - logged_step) / (time.perf_counter() - logged_time), step)
+                    logged_step, logged_time = step, time.perf_counter()
+        if terminated or truncated:
             log.add_scalar("charts/episodic_return", episode_return, step)
             log.add_scalar("charts/episodic_length", episode_length, step)
-            log.add_scalar("charts/success", episode_success, step)
-            # One more episode could pass the limit, and in the middle of an episode nothing can be saved.
-            if step + episode_length > last_checkpoint + args.checkpoint_every or stop.signal:
-                replay_log.flush()
+            log.add_scalar("charts/success", success, step)
+            # An environment can be restored between two episodes only, so save before one more passes the limit.
+            if step + episode_length > saved_step + args.checkpoint_every or signals:
+                append_rows(run / "replay.f32", unsaved)
                 generator = env.unwrapped.np_random.bit_generator.state
                 save_arrays(run / "state.npz", (agent, act_key), step=step, env_generator=generator)
-                last_checkpoint = step
-                stop.exit_if_asked(run)
-            observation = np.asarray(env.reset()[0], np.float32)
-            episode_return, episode_length, episode_success = 0.0, 0, 0.0
+                unsaved, saved_step = [], step
+                exit_if_asked(signals, run)
+            observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
     progress.close()
 
 
-class EvaluationTable:
-    """evaluations.csv and the eval/ tags of TensorBoard."""
-
-    def __init__(self, path: Path, before_step: int):
-        """Drops the rows that a resumed run is going to write again."""
-        self.path = path
-        kept = path.read_text().splitlines()[1:] if path.exists() else []
-        kept = [line for line in kept if int(line.split(",")[0]) < before_step]
-        path.write_text("\n".join(["step,success_rate,episodic_return,episodic_length,episodes", *kept]) + "\n")
-
-    def write(self, step: int, result: Evaluation, log: Any) -> None:
-        success, score, length = (float(np.mean(x)) for x in (result.successes, result.returns, result.lengths))
-        with self.path.open("a") as file:
-            csv.writer(file, lineterminator="\n").writerow([step, success, score, length, len(result.returns)])
-        log.add_scalar("eval/success_rate", success, step)
-        log.add_scalar("eval/episodic_return", score, step)
-        log.add_scalar("eval/episodic_length", length, step)
-
-
 def train(args: Args) -> Path:
-    """Everything that can be wrong with the input is found before the run folder is made."""
+    """Whatever can be wrong with the input is found before the run folder is made."""
     check_args(args)
     env = make_env(args.env_id, args.reward)
     args.reward = "sparse" if isinstance(env.env, SparseReward) else "env"
-    dataset, warning = find_dataset(args)
-    args.dataset_id = dataset.spec.dataset_id
-    demos = load_demonstrations(dataset, env, args.reward == "sparse", args.num_demos)
+    if args.dataset_id is None:
+        demos, args.dataset_id, warning = load_default_demonstrations(args, env)
+    else:
+        demos, warning = load_demonstrations(args.dataset_id, env, args.reward == "sparse", args.num_demos), None
     network = make_candidate_network(args, env.action_space.shape[0])
     if args.candidates_from:
         load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
-    if args.resume:
-        run = Path(args.resume)
-    else:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
-        run.mkdir(parents=True)
-        (run / "args.json").write_text(json.dumps({**dataclasses.asdict(args), "warning": warning}, indent=2))
-    log = make_log(args, run, warning)
-    stop = Interruption()
-    if (run / "candidates.npz").exists():
-        params = load_candidates(run, network, demos.observations.shape[1])
-    else:
-        params = train_candidates(args, run, network, demos, log, stop)
-    indices = report_candidates(args, run, network, params, demos, env.action_space, log)
-    demo_rewards = np.maximum(demos.rewards, args.min_demo_reward)
-    demo_rows = pack_rows(
-        demos.observations, demos.next_observations, indices, demo_rewards, demos.terminations, demos.ends
-    )
-    demo_replay = Replay(jnp.asarray(demo_rows), jnp.asarray(len(demo_rows), jnp.int32))
-    train_agent(args, run, env, network, params, demo_replay, log, stop)
+    run = Path(args.resume) if args.resume else make_run_folder(args, warning)
+    log, signals = make_log(args, run, warning), catch_signals()
+    params = train_candidates(args, run, network, demos, log, signals)
+    indices = discretise(args, run, network, params, demos, log)
+    picture_candidates(args, run, network, params, demos, env.action_space, log)
+    rewards = np.maximum(demos.rewards, args.min_demo_reward)
+    rows = pack_rows(demos.observations, demos.next_observations, indices, rewards, demos.terminations, demos.ends)
+    train_agent(args, run, env, network, params, Replay(jnp.asarray(rows), jnp.asarray(len(rows))), log, signals)
     log.close()
     if not args.quiet:
-        print(f"done: {run} (evaluate with: python {Path(__file__).name} --evaluate {run})")
+        print(f"done; evaluate with: python {Path(__file__).name} --evaluate {run}")
     return run
-
-
-def make_log(args: Args, run: Path, warning: str | None) -> Any:
-    if args.track:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError("--track needs Weights & Biases: pip install wandb") from None
-        wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
-    from tensorboardX import SummaryWriter
-
-    log = SummaryWriter(str(run))
-    table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-    log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
-    if warning:
-        log.add_text("warning", warning)
-        print("\n".join(["!" * 100, warning, "!" * 100]), file=sys.stderr)
-    return log
 
 
 def evaluate_run(args: Args) -> None:
@@ -1046,16 +965,16 @@ def evaluate_run(args: Args) -> None:
     candidate_params = load_candidates(run, network, obs_dim)
     template = jax.eval_shape(q_network.init, jax.random.PRNGKey(0), jnp.zeros(obs_dim))
     q_params, meta = load_arrays(run / "agent.npz", template)
-    policy = make_policy(q_network, network, box)
-    result = evaluate(lambda x: policy(q_params, candidate_params, x), envs)
-    half = 1.96 * result.returns.std(ddof=1) / math.sqrt(len(envs)) if len(envs) > 1 else math.nan
+    policy = partial(make_policy(q_network, network, box), q_params, candidate_params)
+    result = evaluate(partial(policy, key=jax.random.PRNGKey(0), epsilon=0.0), envs)
     print(f"{run}, step {meta['step']}, {len(envs)} episodes")
+    half = 1.96 * result.returns.std(ddof=1) / math.sqrt(len(envs)) if len(envs) > 1 else math.nan
     print(f"return  {result.returns.mean():.3f} +- {half:.3f}")
     if not np.isnan(result.successes).any():
         print("success {:.3f} ({:.3f} to {:.3f})".format(result.successes.mean(), *wilson_interval(result.successes)))
     if result.frames:
         path = run / "videos" / f"evaluation_{meta['step']}.mp4"
-        write_video(path, result.frames, fps=envs[0].metadata.get("render_fps", 30))
+        write_video(path, result.frames, envs[0].metadata.get("render_fps", 30))
         print(f"video   {path}")
 
 
@@ -1065,8 +984,8 @@ def resumed_args(args: Args) -> Args:
     changed = tyro.cli(Args, default=dataclasses.replace(saved, resume=args.resume))
     free = {"resume", "total_timesteps", "eval_every", "checkpoint_every", "capture_video", "track", "quiet"}
     for field in dataclasses.fields(Args):
-        if field.name not in free and getattr(changed, field.name) != getattr(saved, field.name):
-            raise UserError(f"--{field.name.replace('_', '-')} cannot be changed by --resume: start a new run")
+        same = field.name in free or getattr(changed, field.name) == getattr(saved, field.name)
+        require(same, f"--{field.name.replace('_', '-')} cannot be changed by --resume: start a new run")
     return changed
 
 
