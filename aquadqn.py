@@ -251,6 +251,8 @@ def open_dataset(dataset_id: str) -> Any:
     """A Minari dataset: bundled, on disk, or else downloaded."""
     import minari
 
+    well_formed = re.fullmatch(r"([\w.-]+/)*[\w.-]+-v\d+", dataset_id)
+    require(well_formed, f"{dataset_id!r} is not a Minari id: give one like D4RL/door/human-v2")
     bundled = BUNDLED_DEMONSTRATIONS / dataset_id / "data"
     with explained(f"cannot read dataset {dataset_id!r}"):
         try:
@@ -665,12 +667,12 @@ def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
     """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON only, never a pickle."""
     arrays = {f"leaf_{i:03d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    unfinished = path.with_suffix(".partial")
+    with unfinished.open("wb") as file:
         np.savez(file, **arrays)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    unfinished.replace(path)
 
 
 def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
@@ -689,7 +691,8 @@ def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
 def make_run_folder(args: Args, warning: str | None) -> Path:
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
-    run.mkdir(parents=True)
+    with explained(f"cannot make the run folder {run}"):
+        run.mkdir(parents=True)
     (run / "args.json").write_text(json.dumps({**dataclasses.asdict(args), "warning": warning}, indent=2))
     return run
 
@@ -730,7 +733,9 @@ def write_evaluation(path: Path, step: int, result: Evaluation, log: Any) -> Non
     lines = path.read_text().splitlines()[1:] if path.exists() else []
     kept = [line for line in lines if int(line.split(",")[0]) < step]
     row = ",".join(map(str, [step, *means, len(result.returns)]))
-    path.write_text("\n".join(["step,success_rate,episodic_return,episodic_length,episodes", *kept, row]) + "\n")
+    header = "step,success_rate,episodic_return,episodic_length,episodes"
+    path.with_suffix(".partial").write_text("\n".join([header, *kept, row]) + "\n")
+    path.with_suffix(".partial").replace(path)
 
 
 def catch_signals() -> list[int]:
@@ -876,6 +881,7 @@ def train_agent(
         kept = np.arange(max(0, stored - capacity), stored)
         rows[kept % capacity], block = past[kept], list(np.array(past[stored:]))
     replay = Replay(jnp.asarray(rows), jnp.asarray(step - len(block), jnp.int32))
+    del rows
     policy, learn = make_policy(q_network, network, env.action_space), make_agent_update(q_network, optimizer, args)
     store_rows = jax.jit(store, donate_argnums=0)
     eval_envs = [make_env(args.env_id, args.reward, args.capture_video and i == 0) for i in range(args.eval_episodes)]
@@ -887,7 +893,8 @@ def train_agent(
             result = evaluate(partial(policy, agent.params, candidate_params, key=act_key, epsilon=0.0), eval_envs)
             save_arrays(run / "agent.npz", agent.params, step=step)
             write_evaluation(run / "evaluations.csv", step, result, log)
-            progress.set_postfix(success=f"{np.mean(result.successes):.2f}", refresh=False)
+            summary = {"return": result.returns.mean(), "success": result.successes.mean()}
+            progress.set_postfix({name: f"{value:.2f}" for name, value in summary.items()}, refresh=False)
             if result.frames:
                 write_video(run / "videos" / f"step_{step}.mp4", result.frames, env.metadata.get("render_fps", 30))
         if step == args.total_timesteps:
@@ -900,7 +907,7 @@ def train_agent(
         unsaved.append(row)
         observation, step = np.asarray(next_observation, np.float32), step + 1
         episode_return, episode_length = episode_return + reward, episode_length + 1
-        success = max(success, float(info.get("success", math.nan)))
+        success = max(success, float(info.get("success", 0)))
         if len(block) == UPDATE_BLOCK:
             replay, block = store_rows(replay, np.stack(block)), []
             progress.update(UPDATE_BLOCK)
@@ -917,7 +924,8 @@ def train_agent(
         if terminated or truncated:
             log.add_scalar("charts/episodic_return", episode_return, step)
             log.add_scalar("charts/episodic_length", episode_length, step)
-            log.add_scalar("charts/success", success, step)
+            if "success" in info:
+                log.add_scalar("charts/success", success, step)
             # An environment can be restored between two episodes only, so save before one more passes the limit.
             if step + episode_length > saved_step + args.checkpoint_every or signals:
                 append_rows(run / "replay.f32", unsaved)
@@ -941,8 +949,9 @@ def train(args: Args) -> Path:
     network = make_candidate_network(args, env.action_space.shape[0])
     if args.candidates_from:
         load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
+    signals = catch_signals()
     run = Path(args.resume) if args.resume else make_run_folder(args, warning)
-    log, signals = make_log(args, run, warning), catch_signals()
+    log = make_log(args, run, warning)
     params = train_candidates(args, run, network, demos, log, signals)
     indices = discretise(args, run, network, params, demos, log)
     picture_candidates(args, run, network, params, demos, env.action_space, log)

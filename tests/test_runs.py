@@ -1,0 +1,435 @@
+"""AQuaDQN as a user runs it: end to end, interrupted, resumed, misused; a few hundred steps on a tiny environment."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import h5py
+import minari
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+import aquadqn
+from aquadqn import Args, UserError
+
+ROOT = Path(__file__).parents[1]
+ENV, DATASET = "tiny_env:Reach-v0", "tiny/reach/expert-v0"
+FAST = f"""--env-id {ENV} --dataset-id {DATASET} --candidate-steps 1500 --total-timesteps 600 --eval-every 200
+ --eval-episodes 3 --learning-starts 50 --checkpoint-every 100 --num-actions 4 --batch-size 32""".split()
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "aquadqn.py"), *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTHONUNBUFFERED": "1"}
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(*arguments), cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[str, str]:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def only_run(folder: Path) -> Path:
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def arrays(path: Path) -> list[np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return [file[name] for name in file.files if name != "meta"]
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run did not get there"
+        time.sleep(0.02)
+
+
+def resumed_step(run: Path) -> int:
+    with np.load(run / "state.npz", allow_pickle=False) as file:
+        return json.loads(file["meta"].tobytes())["step"]
+
+
+@pytest.fixture(scope="module")
+def finished(datasets, tmp_path_factory) -> Path:
+    """The run folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("finished")
+    out, err = finish(start(folder, *FAST))
+    assert "candidates:" in err and "agent:" in err and "done" in out
+    return only_run(folder)
+
+
+def test_a_run_leaves_everything_behind(finished):
+    with (finished / "evaluations.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [0, 200, 400, 600]
+    assert all(row["episodes"] == "3" and 0 <= float(row["success_rate"]) <= 1 for row in rows)
+    assert finished.name.startswith("tiny_env_Reach-v0__aquadqn__1__")
+    saved = json.loads((finished / "args.json").read_text())
+    assert saved["dataset_id"] == DATASET and saved["reward"] == "sparse" and saved["warning"] is None
+    assert (finished / "candidates.png").stat().st_size > 1000
+    assert not list(finished.glob("*.partial"))
+
+
+def test_tensorboard_has_the_promised_tags(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = events.Tags()
+    expected = {"charts/episodic_return", "charts/episodic_length", "charts/success", "eval/success_rate"}
+    assert expected | {"eval/episodic_return", "candidates/loss", "candidates/nearest_distance"} <= set(tags["scalars"])
+    assert "candidates/usage" in tags["histograms"] and "candidates/along_a_demonstration" in tags["images"]
+    assert [event.step for event in events.Scalars("eval/success_rate")] == [0, 200, 400, 600]
+    losses = [event.value for event in events.Scalars("candidates/loss")]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+
+
+def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
+    process = start(tmp_path, *FAST, "--quiet")
+    wait_for(lambda: list(tmp_path.glob("runs/*/state.npz")), process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    run = only_run(tmp_path)
+    assert 0 < resumed_step(run) < 600
+    with (run / "replay.f32").open("ab") as file:
+        file.write(b"half a row")  # what a kill in the middle of a checkpoint leaves
+    finish(start(tmp_path, "--resume", str(run), "--quiet"))
+    assert (run / "evaluations.csv").read_text() == (finished / "evaluations.csv").read_text()
+    for name in ("agent.npz", "candidates.npz", "state.npz"):
+        for ours, theirs in zip(arrays(run / name), arrays(finished / name), strict=True):
+            assert_array_equal(ours, theirs)
+    assert (run / "replay.f32").read_bytes() == (finished / "replay.f32").read_bytes()
+
+
+@pytest.mark.parametrize("stage", ["candidates", "agent"])
+def test_a_signal_saves_and_says_how_to_resume(finished, tmp_path, stage):
+    longer = ["--candidate-steps", "1000000"] if stage == "candidates" else ["--total-timesteps", "1000000"]
+    process = start(tmp_path, *FAST, *longer)
+    mark = {"candidates": "events*", "agent": "agent.npz"}[stage]
+    wait_for(lambda: list(tmp_path.glob(f"runs/*/{mark}")), process)
+    process.send_signal(signal.SIGTERM if stage == "agent" else signal.SIGINT)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 128 + (signal.SIGTERM if stage == "agent" else signal.SIGINT)
+    run = only_run(tmp_path)
+    assert f"--resume runs/{run.name}" in err and "Traceback" not in err
+    assert (run / ("candidates_training.npz" if stage == "candidates" else "state.npz")).exists()
+    if stage == "agent":
+        steps = resumed_step(run)
+        finish(start(tmp_path, "--resume", f"runs/{run.name}", "--total-timesteps", str(steps + 40), "--quiet"))
+        assert (run / "evaluations.csv").read_text().splitlines()[-1].startswith(f"{steps + 40},")
+
+
+def test_candidate_training_resumes_to_the_same_parameters(datasets, tmp_path, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    class Log:
+        def __init__(self, last: int):
+            self.last = last
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            if step > self.last:
+                raise Stop
+
+    args = Args(env_id=ENV, dataset_id=DATASET, num_actions=3, candidate_steps=1200, batch_size=16, quiet=True)
+    env = aquadqn.make_env(ENV, None)
+    demos = aquadqn.load_demonstrations(DATASET, env)
+    network = aquadqn.make_candidate_network(args, 2)
+    monkeypatch.setattr(aquadqn, "CANDIDATE_BLOCK", 50)  # a checkpoint every 1000 steps
+    for folder, last in (("whole", 9999), ("broken", 1100)):
+        (tmp_path / folder).mkdir()
+        try:
+            aquadqn.train_candidates(args, tmp_path / folder, network, demos, Log(last), [])
+        except Stop:
+            assert (tmp_path / folder / "candidates_training.npz").exists()
+            aquadqn.train_candidates(args, tmp_path / folder, network, demos, Log(9999), [])
+    for whole, broken in zip(*(arrays(tmp_path / folder / "candidates.npz") for folder in ("whole", "broken"))):
+        assert_array_equal(whole, broken)
+
+
+def test_evaluate_repeats_the_last_evaluation_and_records_a_video(finished):
+    out, _ = finish(start(finished.parents[1], "--evaluate", str(finished), "--eval-episodes", "3", "--capture-video"))
+    last = (finished / "evaluations.csv").read_text().splitlines()[-1].split(",")
+    assert f"success {float(last[1]):.3f} (" in out and f"return  {float(last[2]):.3f} +-" in out
+    assert (finished / "videos" / "evaluation_600.mp4").stat().st_size > 500
+
+
+def test_the_wrapper_plays_the_candidates_of_a_run(finished):
+    env = aquadqn.CandidateActions(gym.make("Reach-v0"), finished)
+    assert env.action_space == gym.spaces.Discrete(4)
+    observation, _ = env.reset(seed=3)
+    box = env.env.action_space
+    network = aquadqn.make_candidate_network(aquadqn.load_args(finished), 2)
+    params = aquadqn.load_candidates(finished, network, 4)
+    for index in (0, 3, 1):
+        before = env.unwrapped.position.copy()
+        candidate = np.clip(network.apply(params, observation.astype(np.float32))[index], box.low, box.high)
+        observation, *_ = env.step(index)
+        moved = env.unwrapped.position - before
+        assert np.abs(moved - 0.3 * np.asarray(candidate)).max() < 0.06  # the environment adds noise of 0.01
+
+
+# ---------------------------------------------------------------------------------------------------- variants
+
+
+def train_here(tmp_path: Path, monkeypatch, **changes) -> Path:
+    monkeypatch.chdir(tmp_path)
+    settings = dict(env_id=ENV, dataset_id=DATASET, candidate_steps=20, total_timesteps=64, eval_every=64, batch_size=8)
+    settings |= dict(eval_episodes=2, learning_starts=16, num_actions=3, quiet=True)
+    return aquadqn.train(Args(**(settings | changes)))
+
+
+@pytest.mark.parametrize("candidates", ["kmeans", "random"])
+def test_ablations(datasets, tmp_path, monkeypatch, candidates):
+    run = train_here(tmp_path, monkeypatch, candidates=candidates)
+    args = aquadqn.load_args(run)
+    network = aquadqn.make_candidate_network(args, 2)
+    params = aquadqn.load_candidates(run, network, 4)
+    here, there = network.apply(params, np.zeros(4, np.float32)), network.apply(params, np.ones(4, np.float32))
+    if candidates == "random":
+        assert np.abs(here - there).max() > 0.01
+        return
+    assert_array_equal(here, there)
+    demos = aquadqn.load_demonstrations(DATASET, aquadqn.make_env(ENV, None))
+    nearest = ((demos.actions[:, None] - np.asarray(here)) ** 2).sum(-1).argmin(1)
+    for k in range(3):  # the fixed point of Lloyd's algorithm: every centre is the mean of what is nearest to it
+        np.testing.assert_allclose(here[k], demos.actions[nearest == k].mean(0), atol=1e-4)
+
+
+@pytest.mark.parametrize("q_loss", ["dqn", "double"])
+def test_other_q_losses_run_and_differ(datasets, tmp_path, monkeypatch, q_loss):
+    run = train_here(tmp_path, monkeypatch, q_loss=q_loss, candidates="random", exp_name=q_loss)
+    munchausen = train_here(tmp_path, monkeypatch, candidates="random")
+    differences = [np.abs(a - b).max() for a, b in zip(arrays(run / "agent.npz"), arrays(munchausen / "agent.npz"))]
+    assert max(differences) > 0
+
+
+def test_dictionary_observations_are_flattened_alike(datasets):
+    env = aquadqn.make_env("tiny_env:ReachDict-v0", None)
+    observation, _ = env.reset(seed=0)
+    demos = aquadqn.load_demonstrations("tiny/reachdict/expert-v0", env)
+    assert demos.observations.shape[1:] == observation.shape == (4,)
+    # The recorder's first episode has the same seed, and Dict sorts its keys: goal, then position.
+    np.testing.assert_allclose(demos.observations[0], observation, rtol=1e-6)
+    np.testing.assert_allclose(observation[:2], -observation[2:])
+
+
+def test_candidates_from_another_run(finished, datasets, tmp_path, monkeypatch):
+    run = train_here(tmp_path, monkeypatch, candidates_from=str(finished), num_actions=4)
+    for ours, theirs in zip(arrays(run / "candidates.npz"), arrays(finished / "candidates.npz"), strict=True):
+        assert_array_equal(ours, theirs)
+
+
+def test_demonstrations_keep_episodes_apart(datasets):
+    env = aquadqn.make_env(ENV, None)
+    demos = aquadqn.load_demonstrations(DATASET, env, num_demos=2)
+    dataset = minari.load_dataset(DATASET)
+    first, second = dataset.iterate_episodes([0, 1])
+    assert_array_equal(
+        np.flatnonzero(demos.ends), [len(first.actions) - 1, len(first.actions) + len(second.actions) - 1]
+    )
+    np.testing.assert_allclose(demos.next_observations[demos.ends][0], first.observations[-1], rtol=1e-6)
+    np.testing.assert_allclose(demos.observations[len(first.actions)], second.observations[0], rtol=1e-6)
+    assert_array_equal(demos.rewards[: len(first.actions)], first.infos["success"][1:])
+    dense = aquadqn.load_demonstrations(DATASET, env, sparse=False)
+    np.testing.assert_allclose(dense.rewards[: len(first.actions)], first.rewards, rtol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------- bad input
+
+
+def broken_copy(datasets: Path, name: str, change) -> str:
+    """A copy of the demonstrations with something wrong in its first episode."""
+    source, target = datasets / "tiny" / "reach" / "expert-v0", datasets / "broken" / name / "expert-v0"
+    if not target.exists():
+        import shutil
+
+        shutil.copytree(source, target)
+        with h5py.File(target / "data" / "main_data.hdf5", "r+") as file:
+            change(file["episode_0"])
+        metadata = json.loads((target / "data" / "metadata.json").read_text())
+        metadata["dataset_id"] = f"broken/{name}/expert-v0"
+        (target / "data" / "metadata.json").write_text(json.dumps(metadata))
+    return f"broken/{name}/expert-v0"
+
+
+def put_nan(episode):
+    episode["observations"][2, 1] = np.nan
+
+
+def put_infinity(episode):
+    episode["actions"][0, 0] = np.inf
+
+
+def drop_success(episode):
+    del episode["infos"]["success"]
+
+
+def shorten_success(episode):
+    values = episode["infos"]["success"][1:]  # as in D4RL's older uploads: as many entries as steps
+    del episode["infos"]["success"]
+    episode["infos"]["success"] = values
+
+
+def widen_actions(episode):
+    values = np.repeat(episode["actions"][:], 2, axis=1)
+    del episode["actions"]
+    episode["actions"] = values
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [(put_nan, "observations"), (put_infinity, "actions"), (drop_success, "success"), (widen_actions, r"actions.*4")],
+)
+def test_bad_data_is_named(datasets, change, words):
+    dataset_id = broken_copy(datasets, change.__name__.replace("_", ""), change)
+    with pytest.raises(UserError, match=words) as caught:
+        aquadqn.load_demonstrations(dataset_id, aquadqn.make_env(ENV, None))
+    assert dataset_id in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_success_may_have_as_many_entries_as_actions(datasets):
+    older = broken_copy(datasets, "older", shorten_success)
+    env = aquadqn.make_env(ENV, None)
+    assert_array_equal(
+        aquadqn.load_demonstrations(older, env).rewards, aquadqn.load_demonstrations(DATASET, env).rewards
+    )
+
+
+def test_actions_are_clipped_to_the_box(datasets):
+    def enlarge(episode):
+        episode["actions"][...] = 1.37
+
+    demos = aquadqn.load_demonstrations(broken_copy(datasets, "large", enlarge), aquadqn.make_env(ENV, None))
+    assert demos.actions[0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--num-actions", "0"], "--num-actions"),
+        (["--demo-ratio", "1.5"], "--demo-ratio"),
+        (["--temperature", "0"], "--temperature"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--seed", "-1"], "--seed"),
+        (["--env-id", "NoSuchEnv-v0"], "NoSuchEnv"),
+        (["--env-id", "no_such_module:Env-v0"], "no_such_module"),
+        (["--env-id", "CartPole-v1"], "Box"),
+        (["--env-id", "Pendulum-v1"], "--dataset-id"),
+        (["--env-id", "Pendulum-v1", "--reward", "sparse"], "--reward env"),
+        (["--env-id", "Pendulum-v1", "--dataset-id", DATASET], "shape"),
+        (["--env-id", ENV, "--dataset-id", "not an id"], "not an id"),
+        (["--resume", "no/such/run"], "no/such/run"),
+        (["--evaluate", "no/such/run"], "no/such/run"),
+        (["--env-id", ENV, "--dataset-id", DATASET, "--candidates-from", "no/such/run"], "no/such/run"),
+    ],
+)
+def test_bad_arguments_end_with_one_line_and_code_2(datasets, tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["aquadqn.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        aquadqn.main()
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ") and words in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unreachable_dataset_is_one_line(datasets, tmp_path, monkeypatch, capsys):
+    def load_dataset(dataset_id: str, download: bool = False):
+        raise ConnectionError("no network\nhere") if download else FileNotFoundError(dataset_id)
+
+    monkeypatch.setattr(minari, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--env-id", ENV, "--dataset-id", "far/away-v0"])
+    with pytest.raises(SystemExit) as stopped:
+        aquadqn.main()
+    fetching, line = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and "far/away-v0" in fetching and "no network here" in line
+
+
+def test_resume_refuses_what_would_change_the_learning(finished, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--resume", str(finished), "--learning-rate", "0.5"])
+    with pytest.raises(SystemExit) as stopped:
+        aquadqn.main()
+    assert stopped.value.code == 2 and "--learning-rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, damage", [("state.npz", b"PK\x03\x04 cut off"), ("replay.f32", b"")])
+def test_a_damaged_checkpoint_is_one_line(finished, tmp_path, monkeypatch, capsys, name, damage):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / name).write_bytes(damage)
+    monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--resume", str(run), "--quiet"])
+    with pytest.raises(SystemExit) as stopped:
+        aquadqn.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and name in line
+
+
+def test_a_pickle_is_never_loaded(tmp_path):
+    path = tmp_path / "agent.npz"
+    np.savez(path, leaf_000=np.array([{"a": 1}], dtype=object), meta=np.zeros(2, np.uint8))
+    with pytest.raises(UserError, match="not a whole checkpoint"):
+        aquadqn.load_arrays(path, [np.zeros(1)])
+
+
+def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(datasets, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = dict(env_id=ENV, dataset_id=DATASET, candidates="random", num_actions=3, batch_size=8, quiet=True)
+    args = Args(**settings, total_timesteps=2000, eval_every=2000, eval_episodes=1, learning_starts=50)
+    args.checkpoint_every, args.min_demo_reward = 25, 1e38  # its square overflows once Q-values grow
+    args.learning_rate = 1e9
+    with pytest.raises(SystemExit, match="Q-loss is"):
+        aquadqn.train(args)
+    run = only_run(tmp_path)
+    assert (run / "state.npz").exists()
+    assert all(np.isfinite(array).all() for array in arrays(run / "state.npz") if array.dtype == np.float32)
+
+
+# -------------------------------------------------------------------------------------------------- appearances
+
+
+def test_help_reads_like_documentation():
+    out = subprocess.run(command("--help"), capture_output=True, text=True, env=environment(), check=True).stdout
+    for words in ("--env-id", "--candidates {learned,kmeans,random}", "candidate actions per state", "AQuaDQN"):
+        assert words in out
+
+
+def test_importing_has_no_side_effect(tmp_path):
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import aquadqn, jax; from jax._src import xla_bridge as b;"
+    code += "assert not b.backends_are_initialized(), 'device work at import'"
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT)], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_adroit_comes_without_notices(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import aquadqn; e = aquadqn.make_env('AdroitHandDoor-v1', None);"
+    )
+    code += "assert e.observation_space.shape == (39,) and isinstance(e.env, aquadqn.SparseReward)"
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT)], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
