@@ -1,0 +1,182 @@
+"""How fast AQuaDQN is on this machine, part by part and as a whole, in one run.
+
+    python benchmarks/speed.py [--env-id AdroitHandDoor-v1] [--steps 6000]
+
+Prints milliseconds per environment step, policy call, update and candidate step, each alone; then the training loop's
+milliseconds per step, its ratio to the sum of its parts, the update's GFLOP/s against the machine's measured GEMM
+peak, the cost of a checkpoint with a full replay, and the peak memory. Fails if anything is compiled after warm-up.
+"""
+
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import aquadqn
+from aquadqn import UPDATE_BLOCK, Replay
+
+
+@dataclass
+class Options:
+    env_id: str = "AdroitHandDoor-v1"
+    steps: int = 6000
+    """environment steps of the measured training loop"""
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 30, per_call: int = 1) -> float:
+    """Median time of one of the `per_call` things that a call does."""
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return 1e3 * float(np.median(times)) / per_call
+
+
+def gemm_peak() -> float:
+    """GFLOP/s of the best square matrix product."""
+    best = 0.0
+    for n in (512, 1024, 2048):
+        a = jnp.ones((n, n))
+        product = jax.jit(lambda a: a @ a)
+        best = max(best, 2e-6 * n**3 / milliseconds(lambda: product(a), repeats=20))  # noqa: B023
+    return best
+
+
+def env_step(env: gym.Env, steps: int = 1000) -> float:
+    env.reset(seed=0)
+    actions = np.random.default_rng(0).uniform(-0.1, 0.1, (steps, *env.action_space.shape)).astype(np.float32)
+    start = time.perf_counter()
+    for action in actions:
+        _, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            env.reset()
+    return 1e3 * (time.perf_counter() - start) / steps
+
+
+def update_gflop(args: aquadqn.Args, obs_dim: int) -> float:
+    """Matrix products only: the target network at s and s', the online network forward and backward."""
+    layers = [obs_dim, 512, 512, 256, args.num_actions]
+    weights = sum(a * b for a, b in zip(layers, layers[1:]))
+    forward = 2 * args.batch_size * weights
+    return 1e-9 * (5 * forward - 2 * args.batch_size * layers[0] * layers[1])  # no gradient for the observations
+
+
+def random_rows(count: int, obs_dim: int, num_actions: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(count, 2 * obs_dim + 4)).astype(np.float32)
+    rows[:, -4] = rng.integers(num_actions, size=count)
+    rows[:, -3] = 0
+    rows[:, -2:] = (np.arange(count) % 200 == 199)[:, None] * [0, 1]
+    return rows
+
+
+class LoopLog:
+    """Stands in for TensorBoard: keeps the speed that the training loop itself reports, and counts compilations."""
+
+    def __init__(self):
+        self.speeds, self.compilations, self.compiled_at = [], 0, []
+        jax.monitoring.register_event_duration_secs_listener(self.count)
+
+    def count(self, event: str, *_: object, **__: object) -> None:
+        self.compilations += event == "/jax/core/compile/backend_compile_duration"
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        if tag == "charts/SPS":
+            self.speeds.append(value)
+            self.compiled_at.append(self.compilations)
+
+
+def checkpoint_share(args: aquadqn.Args, state: object, row_size: int, loop_ms: float) -> tuple[float, float]:
+    """Milliseconds of a checkpoint, and its share of the time of the steps between two. The replay's size is no matter:
+    only new rows are written, here after a file of a full replay's size."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "replay.f32"
+        with path.open("wb") as file:
+            file.truncate(args.buffer_size * row_size * 4)
+        rows = [np.zeros(row_size, np.float32)] * args.checkpoint_every
+        start = time.perf_counter()
+        aquadqn.append_rows(path, rows)
+        aquadqn.save_arrays(Path(folder) / "state.npz", state, step=0)
+        ms = 1e3 * (time.perf_counter() - start)
+    return ms, ms / (ms + args.checkpoint_every * loop_ms)
+
+
+def main() -> None:
+    options = tyro.cli(Options)
+    args = aquadqn.Args(env_id=options.env_id, total_timesteps=options.steps, eval_episodes=1, quiet=True)
+    args.eval_every = 10**9
+    env = aquadqn.make_env(args.env_id, args.reward)
+    obs_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
+    row_size = 2 * obs_dim + 4
+    q_network, network = aquadqn.QNetwork(args.num_actions), aquadqn.make_candidate_network(args, action_dim)
+    q_params = q_network.init(jax.random.PRNGKey(0), jnp.zeros(obs_dim))
+    params = network.init(jax.random.PRNGKey(1), jnp.zeros(obs_dim))
+    demos = Replay(jnp.asarray(random_rows(6729, obs_dim, args.num_actions)), jnp.asarray(6729))
+    replay = Replay(jnp.asarray(random_rows(200_000, obs_dim, args.num_actions)), jnp.asarray(200_000))
+
+    env_ms = env_step(env)
+    policy = aquadqn.make_policy(q_network, network, env.action_space)
+    key, observation = jax.random.PRNGKey(2), np.zeros(obs_dim, np.float32)
+    policy_ms = milliseconds(lambda: np.asarray(policy(q_params, params, observation, key, epsilon=0.1)[0]), 300)
+
+    optimizer = optax.adam(args.learning_rate)
+    copy = jax.tree.map(jnp.copy, q_params)
+    agent = aquadqn.AgentState(q_params, copy, optimizer.init(q_params), jnp.zeros((), jnp.int32), key)
+    saved = jax.tree.map(np.asarray, agent)  # the updates below give the buffers away
+    learn, kept = aquadqn.make_agent_update(q_network, optimizer, args), [jax.tree.map(jnp.asarray, saved)]
+
+    def update() -> jax.Array:
+        kept[0], metrics = learn(kept[0], replay, demos)
+        return metrics
+
+    update_ms = milliseconds(update, 40, UPDATE_BLOCK)
+    peak = gemm_peak()
+    gflops = update_gflop(args, obs_dim) / update_ms * 1e3
+
+    candidate_optimizer = optax.adam(args.candidate_learning_rate)
+    candidate_update = aquadqn.make_candidate_update(network, candidate_optimizer, args)
+    start = jax.tree.map(jnp.copy, params)
+    candidate = [aquadqn.CandidateState(start, candidate_optimizer.init(params), jax.random.PRNGKey(3))]
+    observations, actions = demos.rows[:, :obs_dim], jnp.zeros((6729, action_dim))
+
+    def candidate_steps() -> jax.Array:
+        candidate[0], loss = candidate_update(candidate[0], observations, actions, 50)
+        return loss
+
+    candidate_ms = milliseconds(candidate_steps, 8, 50)
+
+    log = LoopLog()
+    with tempfile.TemporaryDirectory() as folder:
+        aquadqn.train_agent(args, Path(folder), env, network, params, demos, log, [])
+    loop_ms = 1e3 / float(np.median(log.speeds[1:]))
+    assert log.compiled_at[1] == log.compiled_at[-1], "something was compiled after the warm-up"
+    checkpoint_ms, share = checkpoint_share(args, saved, row_size, loop_ms)
+
+    parts = env_ms + policy_ms + update_ms
+    print(f"environment step   {env_ms:8.3f} ms   ({args.env_id})")
+    print(f"policy call        {policy_ms:8.3f} ms")
+    print(f"update             {update_ms:8.3f} ms   (batch {args.batch_size})")
+    print(f"candidate step     {candidate_ms:8.3f} ms   (K {args.num_actions}, batch {args.batch_size})")
+    print(f"training loop      {loop_ms:8.3f} ms per step, {1e3 / loop_ms:.0f} steps/s")
+    print(f"loop / (environment + policy + update)   {loop_ms / parts:.3f}   (at most 1.10)")
+    print(f"update             {gflops:8.1f} GFLOP/s of {peak:.1f} at best: {gflops / peak:.2f}   (at least 0.75)")
+    print(f"checkpoint         {checkpoint_ms:8.1f} ms, {100 * share:.2f} percent of the time   (under 2)")
+    print(f"peak memory        {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:8.0f} MB")
+    print("compilations after warm-up: none")
+
+
+if __name__ == "__main__":
+    main()
