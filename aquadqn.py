@@ -28,6 +28,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -100,8 +101,8 @@ class Args:
     """probability of a uniformly random candidate while training"""
     demo_ratio: float = 0.25
     """probability that a batch is drawn from the demonstrations"""
-    min_demo_reward: float = 0.01
-    """rewards of the demonstrations are raised to at least this"""
+    min_demo_reward: float | None = 0.01
+    """rewards of the demonstrations are raised to at least this; None: they stay, as negative ones should"""
     buffer_size: int = 1_000_000
     """transitions kept in the replay buffer"""
     learning_starts: int = 1_000
@@ -262,7 +263,9 @@ def open_dataset(dataset_id: str) -> Any:
     try:
         return minari.load_dataset(dataset_id, download=True)
     except Exception as error:
-        raise Unavailable(f"cannot download dataset {dataset_id!r}: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())[:300]
+        advice = "check the id and the network, or name another with --dataset-id"
+        raise Unavailable(f"cannot download dataset {dataset_id!r} ({reason}): {advice}") from None
 
 
 def flatten_observations(space: gym.Space, observations: Any) -> np.ndarray:
@@ -626,7 +629,9 @@ def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
     import imageio.v2 as imageio
 
     path.parent.mkdir(exist_ok=True)
-    imageio.mimwrite(path, frames, fps=fps, macro_block_size=8, quality=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX does not like the fork that starts ffmpeg
+        imageio.mimwrite(path, frames, fps=fps, macro_block_size=8, quality=7)
 
 
 def wilson_interval(successes: np.ndarray, z: float = 1.96) -> tuple[float, float]:
@@ -821,7 +826,7 @@ def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstra
     return params
 
 
-def discretise(args: Args, run: Path, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
+def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
     """Every demonstrated action as the index of its nearest candidate, computed once; and a report on how near."""
 
     @jax.jit
@@ -840,7 +845,7 @@ def discretise(args: Args, run: Path, network: nn.Module, params: Any, demos: De
 
 def picture_candidates(
     args: Args, run: Path, network: nn.Module, params: Any, demos: Demonstrations, box: Any, log: Any
-):
+) -> None:
     """The candidates along the first demonstration (appendix C), as a picture and with --capture-video as a video."""
     import imageio.v2 as imageio
 
@@ -880,6 +885,8 @@ def train_agent(
         past, stored = restore_rows(run / "replay.f32", step, row_size), step - step % UPDATE_BLOCK
         kept = np.arange(max(0, stored - capacity), stored)
         rows[kept % capacity], block = past[kept], list(np.array(past[stored:]))
+    else:
+        (run / "replay.f32").unlink(missing_ok=True)  # of a run that was killed before its first checkpoint was whole
     replay = Replay(jnp.asarray(rows), jnp.asarray(step - len(block), jnp.int32))
     del rows
     policy, learn = make_policy(q_network, network, env.action_space), make_agent_update(q_network, optimizer, args)
@@ -889,7 +896,7 @@ def train_agent(
     unsaved, saved_step, logged_step, logged_time = [], step, step, time.perf_counter()
     observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
     while True:
-        if step % args.eval_every == 0 or step == args.total_timesteps:
+        if step % args.eval_every == 0 or step >= args.total_timesteps:
             result = evaluate(partial(policy, agent.params, candidate_params, key=act_key, epsilon=0.0), eval_envs)
             save_arrays(run / "agent.npz", agent.params, step=step)
             write_evaluation(run / "evaluations.csv", step, result, log)
@@ -897,7 +904,7 @@ def train_agent(
             progress.set_postfix({name: f"{value:.2f}" for name, value in summary.items()}, refresh=False)
             if result.frames:
                 write_video(run / "videos" / f"step_{step}.mp4", result.frames, env.metadata.get("render_fps", 30))
-        if step == args.total_timesteps:
+        if step >= args.total_timesteps:
             break
         packed, act_key = policy(agent.params, candidate_params, observation, act_key, epsilon=args.epsilon)
         packed = np.asarray(packed)  # the action, then its index
@@ -953,9 +960,9 @@ def train(args: Args) -> Path:
     run = Path(args.resume) if args.resume else make_run_folder(args, warning)
     log = make_log(args, run, warning)
     params = train_candidates(args, run, network, demos, log, signals)
-    indices = discretise(args, run, network, params, demos, log)
+    indices = discretise(args, network, params, demos, log)
     picture_candidates(args, run, network, params, demos, env.action_space, log)
-    rewards = np.maximum(demos.rewards, args.min_demo_reward)
+    rewards = np.maximum(demos.rewards, -math.inf if args.min_demo_reward is None else args.min_demo_reward)
     rows = pack_rows(demos.observations, demos.next_observations, indices, rewards, demos.terminations, demos.ends)
     train_agent(args, run, env, network, params, Replay(jnp.asarray(rows), jnp.asarray(len(rows))), log, signals)
     log.close()
@@ -1008,6 +1015,8 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,28 @@ def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
         for ours, theirs in zip(arrays(run / name), arrays(finished / name), strict=True):
             assert_array_equal(ours, theirs)
     assert (run / "replay.f32").read_bytes() == (finished / "replay.f32").read_bytes()
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(finished, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for name in ("state.npz", "agent.npz"):
+        (run / name).unlink()
+    assert (run / "replay.f32").stat().st_size > 0  # written, but the state that belongs to it was not
+    monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--resume", str(run), "--quiet"])
+    aquadqn.main()
+    assert (run / "replay.f32").read_bytes() == (finished / "replay.f32").read_bytes()
+    assert (run / "evaluations.csv").read_text() == (finished / "evaluations.csv").read_text()
+    for ours, theirs in zip(arrays(run / "agent.npz"), arrays(finished / "agent.npz"), strict=True):
+        assert_array_equal(ours, theirs)
+
+
+def test_a_finished_run_resumed_with_fewer_steps_just_ends(finished, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--resume", str(run), "--quiet", "--total-timesteps", "100"])
+    aquadqn.main()
+    assert (run / "replay.f32").stat().st_size == (finished / "replay.f32").stat().st_size
 
 
 @pytest.mark.parametrize("stage", ["candidates", "agent"])
@@ -261,8 +284,6 @@ def broken_copy(datasets: Path, name: str, change) -> str:
     """A copy of the demonstrations with something wrong in its first episode."""
     source, target = datasets / "tiny" / "reach" / "expert-v0", datasets / "broken" / name / "expert-v0"
     if not target.exists():
-        import shutil
-
         shutil.copytree(source, target)
         with h5py.File(target / "data" / "main_data.hdf5", "r+") as file:
             change(file["episode_0"])
@@ -377,8 +398,6 @@ def test_resume_refuses_what_would_change_the_learning(finished, monkeypatch, ca
 
 @pytest.mark.parametrize("name, damage", [("state.npz", b"PK\x03\x04 cut off"), ("replay.f32", b"")])
 def test_a_damaged_checkpoint_is_one_line(finished, tmp_path, monkeypatch, capsys, name, damage):
-    import shutil
-
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     (run / name).write_bytes(damage)
