@@ -30,7 +30,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -599,14 +598,14 @@ class Evaluation(NamedTuple):
     frames: list[np.ndarray]  # pictures of the environments made for rendering, episode after episode
 
 
-def evaluate(policy: Callable, envs: list[gym.Env]) -> Evaluation:
-    """One greedy episode in each environment, side by side, with one batched policy call per step."""
+def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evaluation:
+    """One episode in each environment, side by side, with one policy call per step for all of them."""
     observations = np.stack([env.reset(seed=EVALUATION_SEED + i)[0] for i, env in enumerate(envs)]).astype(np.float32)
     returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), int)
     successes, running = np.full(len(envs), np.nan), np.ones(len(envs), bool)
     frames: list[list[np.ndarray]] = [[] for _ in envs]
     while running.any():
-        actions = np.asarray(policy(observations)[0])[:, :-1]  # without the indices
+        actions = np.asarray(policy(observations))
         for i in np.flatnonzero(running):
             observation, reward, terminated, truncated, info = envs[i].step(actions[i])
             observations[i] = observation
@@ -734,7 +733,8 @@ def write_evaluation(path: Path, step: int, result: Evaluation, log: Any) -> Non
     """evaluations.csv and TensorBoard. Rows from this step on are what an interrupted run had written: replaced."""
     means = [float(np.mean(x)) for x in (result.successes, result.returns, result.lengths)]
     for tag, mean in zip(("success_rate", "episodic_return", "episodic_length"), means):
-        log.add_scalar(f"eval/{tag}", mean, step)
+        if math.isfinite(mean):  # an environment need not report success
+            log.add_scalar(f"eval/{tag}", mean, step)
     lines = path.read_text().splitlines()[1:] if path.exists() else []
     kept = [line for line in lines if int(line.split(",")[0]) < step]
     row = ",".join(map(str, [step, *means, len(result.returns)]))
@@ -895,9 +895,13 @@ def train_agent(
     progress = tqdm(desc="agent", total=args.total_timesteps, initial=step, unit="step", disable=args.quiet)
     unsaved, saved_step, logged_step, logged_time = [], step, step, time.perf_counter()
     observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
+
+    def greedy(observations: np.ndarray) -> jax.Array:
+        return policy(agent.params, candidate_params, observations, act_key, epsilon=0.0)[0][:, :-1]
+
     while True:
         if step % args.eval_every == 0 or step >= args.total_timesteps:
-            result = evaluate(partial(policy, agent.params, candidate_params, key=act_key, epsilon=0.0), eval_envs)
+            result = evaluate(greedy, eval_envs)
             save_arrays(run / "agent.npz", agent.params, step=step)
             write_evaluation(run / "evaluations.csv", step, result, log)
             summary = {"return": result.returns.mean(), "success": result.successes.mean()}
@@ -981,8 +985,8 @@ def evaluate_run(args: Args) -> None:
     candidate_params = load_candidates(run, network, obs_dim)
     template = jax.eval_shape(q_network.init, jax.random.PRNGKey(0), jnp.zeros(obs_dim))
     q_params, meta = load_arrays(run / "agent.npz", template)
-    policy = partial(make_policy(q_network, network, box), q_params, candidate_params)
-    result = evaluate(partial(policy, key=jax.random.PRNGKey(0), epsilon=0.0), envs)
+    policy, key = make_policy(q_network, network, box), jax.random.PRNGKey(0)
+    result = evaluate(lambda x: policy(q_params, candidate_params, x, key, epsilon=0.0)[0][:, :-1], envs)
     print(f"{run}, step {meta['step']}, {len(envs)} episodes")
     half = 1.96 * result.returns.std(ddof=1) / math.sqrt(len(envs)) if len(envs) > 1 else math.nan
     print(f"return  {result.returns.mean():.3f} +- {half:.3f}")

@@ -296,9 +296,8 @@ def test_policy_is_greedy_clipped_and_explores_with_probability_epsilon():
     assert_allclose(shares, [0.1, 0.8, 0.1], atol=0.015)
 
 
-def straight_to_the_goal(observations: np.ndarray) -> tuple[np.ndarray, None]:
-    actions = np.clip(observations[:, 2:] / 0.3, -1, 1)
-    return np.concatenate([actions, np.zeros((len(actions), 1))], 1).astype(np.float32), None
+def straight_to_the_goal(observations: np.ndarray) -> np.ndarray:
+    return np.clip(observations[:, 2:] / 0.3, -1, 1).astype(np.float32)
 
 
 def test_evaluation_counts_success_at_any_step_and_is_the_same_every_time():
@@ -308,7 +307,7 @@ def test_evaluation_counts_success_at_any_step_and_is_the_same_every_time():
     assert_array_equal(result.lengths, np.full(5, 21))
     assert (result.returns > 10).all() and (result.returns < 21).all()  # 1 per step at the goal
     assert_array_equal(aquadqn.evaluate(straight_to_the_goal, envs).returns, result.returns)
-    away = aquadqn.evaluate(lambda x: (-straight_to_the_goal(x)[0], None), envs)
+    away = aquadqn.evaluate(lambda x: -straight_to_the_goal(x), envs)
     assert_array_equal(away.successes, np.zeros(5))
     assert (away.lengths < 21).all()  # terminated at the border
     fewer = aquadqn.evaluate(straight_to_the_goal, envs[:2])
