@@ -977,6 +977,7 @@ def train(args: Args) -> Path:
 
 def evaluate_run(args: Args) -> None:
     """Prints mean return and success of a run's latest evaluated agent, with 95 percent confidence intervals."""
+    check_args(args)
     run = Path(args.evaluate)
     saved = load_args(run)
     envs = [make_env(saved.env_id, saved.reward, args.capture_video and i < 3) for i in range(args.eval_episodes)]

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 COLUMNS = {"success": "success_rate", "return": "episodic_return", "wasserstein": "wasserstein"}
 # Okabe and Ito's palette, told apart by every kind of colour vision. The same algorithm always has the same colour.
-PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000", "#F0E442"]
+PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999", "#000000"]
 ALGORITHMS = "aquadqn sac sacfd bc mdn aquagail gail kmeans random".split()
 
 

@@ -360,6 +360,7 @@ def test_actions_are_clipped_to_the_box(datasets):
         (["--env-id", "Pendulum-v1", "--dataset-id", DATASET], "shape"),
         (["--env-id", ENV, "--dataset-id", "not an id"], "not an id"),
         (["--resume", "no/such/run"], "no/such/run"),
+        (["--evaluate", "no/such/run", "--eval-episodes", "0"], "--eval-episodes"),
         (["--evaluate", "no/such/run"], "no/such/run"),
         (["--env-id", ENV, "--dataset-id", DATASET, "--candidates-from", "no/such/run"], "no/such/run"),
     ],
