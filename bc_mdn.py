@@ -20,7 +20,7 @@ The second loss of the MDN, as written, trains the logits through exp(-d / T), d
 from the action. Measured on all 6729 steps of the human Door demonstrations with K = 10, T = 0.001, float32 and equal
 logits: with untrained candidates the nearest is at d = 8.2 (median) and the gradient of the logits is exactly 0 at
 every step; with candidates trained for 50k steps (aquadqn.py, seeds 1 and 2, dropout 0.1) d = 0.19 and it is exactly
-0 at more than 99.9 percent of the steps, with a mean norm below 1e-22. The negative log-likelihood of the same mixture,
+0 at more than 99 percent of the steps, with a mean norm below 1e-22. The negative log-likelihood of the same mixture,
 computed in logarithms, gives a mean norm of 0.95 in both cases. So `--logits-loss nll` is the default.
 
 Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
