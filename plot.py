@@ -1,15 +1,17 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["numpy", "matplotlib", "tyro"]
+# dependencies = ["numpy", "matplotlib", "tensorboard", "tyro"]
 # ///
 """Learning curves of finished or running trainings, in the manner of the paper's figures.
 
-Median over seeds with the interquartile range, one panel per task, one line per algorithm. Reads the evaluations.csv of
-run folders, and the CSV files of docs/results, whose names say the same: {env_id}__{exp_name}__{seed}.csv.
+Median over seeds with the interquartile range, one panel per task, one line per algorithm, the human score as a band
+where the runs know it. Reads run folders (their evaluations.csv, else their TensorBoard events) and CSV files named as
+in docs/results: {env_id}__{exp_name}__{seed}.csv. BC and MDN take no environment steps: in a panel with algorithms that
+do, their last score is a horizontal line, as in the paper.
 
     python plot.py runs/* --metric success --out success.png
-    python plot.py docs/results/AdroitHandDoor-v1__*.csv --out door.svg
-    python plot.py runs/*aquadqn* --metric return --title "AQuaDQN on Door"
+    python plot.py docs/results/AdroitHandDoor-v1__*.csv --human-success 0.32 --out door.svg
+    python plot.py runs/*gail* --metric wasserstein --title "Imitation on Door"
 """
 
 import csv
@@ -20,24 +22,35 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLUMNS = {"success": "success_rate", "return": "episodic_return", "wasserstein": "wasserstein"}
-# Okabe and Ito's palette, told apart by every kind of colour vision. The same algorithm always has the same colour.
+METRICS = {
+    "success": "success_rate",
+    "return": "episodic_return",
+    "wasserstein": "wasserstein",
+    "normalized": "normalized_score",
+}
+HUMAN = [f"human_wasserstein_{name}" for name in ("q25", "median", "q75")]
+# Okabe and Ito's palette, told apart by every kind of colour vision. The same algorithm always has the same colour and
+# dash; dashed lines begin where the colours are used up.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999", "#000000"]
-ALGORITHMS = "aquadqn sac sacfd bc mdn aquagail gail kmeans random".split()
+ALGORITHMS = "aquadqn sac sacfd bc mdn aquagail gail kmeans random aquaplay bb2 bb3 bb5 aquacql sbx_sac".split()
+WITHOUT_ENVIRONMENT_STEPS = ("bc", "mdn")
 
 
 @dataclasses.dataclass
 class Args:
     paths: Annotated[list[Path], tyro.conf.Positional]
     """run folders, or CSV files named as in docs/results"""
-    metric: Literal["success", "return", "wasserstein"] = "success"
+    metric: Literal["success", "return", "wasserstein", "normalized"] = "success"
     """what is drawn against the steps"""
     out: Path = Path("curves.png")
     """picture to write; .png and .svg are known"""
     title: str = ""
     """headline over all panels"""
+    human_success: float | None = None
+    """success rate of the demonstrations, drawn as a line in every panel"""
 
 
 class Curve(NamedTuple):
@@ -45,19 +58,48 @@ class Curve(NamedTuple):
     algorithm: str
     steps: np.ndarray
     values: np.ndarray
+    human: np.ndarray | None  # quartiles of the human's Wasserstein distance
+
+
+def table_scores(path: Path) -> dict[int, dict[str, float]]:
+    """Step -> the scores of that evaluation."""
+    with path.open() as file:
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    return {int(row["step"]): row for row in rows}
+
+
+def event_scores(run: Path) -> dict[int, dict[str, float]]:
+    """The same from TensorBoard's files; where a resumed run logged a step again, the later one counts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events.Reload()
+    scores: dict[int, dict[str, float]] = {}
+    for tag in events.Tags()["scalars"]:
+        if tag.startswith("eval/"):
+            for event in events.Scalars(tag):
+                scores.setdefault(event.step, {})[tag.removeprefix("eval/")] = event.value
+    return dict(sorted(scores.items()))
 
 
 def read_curve(path: Path, column: str) -> Curve | None:
     """None for whatever is not a run with this column."""
     table, name = (path / "evaluations.csv", path.name) if path.is_dir() else (path, path.stem)
     parts = name.split("__")
-    if table.suffix != ".csv" or not table.exists() or len(parts) < 3:
+    if len(parts) < 3:
         return None
-    with table.open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get(column) not in (None, "", "nan")]
-    if not rows:
+    if table.suffix == ".csv" and table.is_file():
+        scores = table_scores(table)
+    elif path.is_dir() and any(path.glob("events.out.tfevents*")):
+        scores = event_scores(path)
+    else:
         return None
-    return Curve(parts[0], parts[1], *(np.array([float(row[key]) for row in rows]) for key in ("step", column)))
+    scores = {step: row for step, row in scores.items() if np.isfinite(row.get(column, np.nan))}
+    if not scores:
+        return None
+    rows = list(scores.values())
+    human = np.array([rows[-1][key] for key in HUMAN]) if HUMAN[0] in rows[-1] else None
+    return Curve(parts[0], parts[1], np.array(list(scores)), np.array([row[column] for row in rows]), human)
 
 
 def quartiles(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
@@ -67,24 +109,46 @@ def quartiles(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps), np.percentile(values, [25, 50, 75], axis=0)
 
 
-def colour(algorithm: str, seen: list[str]) -> str:
+def style(algorithm: str, seen: list[str]) -> dict[str, str]:
     known = ALGORITHMS + [name for name in seen if name not in ALGORITHMS]
-    return PALETTE[known.index(algorithm) % len(PALETTE)]
+    cycle, index = divmod(known.index(algorithm), len(PALETTE))
+    return {"color": PALETTE[index], "linestyle": ("-", "--", ":")[cycle % 3]}
 
 
-def draw(curves: list[Curve], metric: str, title: str) -> Figure:
+def draw_human(axis: Axes, curves: list[Curve], metric: str, human_success: float | None) -> None:
+    bands = [curve.human for curve in curves if curve.human is not None]
+    if metric == "wasserstein" and bands:
+        axis.axhspan(bands[0][0], bands[0][2], color="black", alpha=0.15, lw=0)
+        axis.axhline(bands[0][1], color="black", lw=1, label="human")
+    if metric == "success" and human_success is not None:
+        axis.axhline(human_success, color="black", lw=1, label="human")
+
+
+def draw_panel(axis: Axes, curves: list[Curve], algorithms: list[str]) -> None:
+    present = [name for name in algorithms if any(curve.algorithm == name for curve in curves)]
+    with_steps = [name for name in present if name not in WITHOUT_ENVIRONMENT_STEPS]
+    last = max(curve.steps[-1] for curve in curves if curve.algorithm in (with_steps or present))
+    for name in present:
+        same = [curve for curve in curves if curve.algorithm == name]
+        steps, (low, median, high) = quartiles(same)
+        marker = "o"
+        if with_steps and name not in with_steps:
+            steps, marker = np.array([0, last]), ""
+            low, median, high = (np.repeat(values[-1], 2) for values in (low, median, high))
+        look, label = style(name, algorithms), f"{name} ({len(same)} seed{'s' * (len(same) > 1)})"
+        axis.plot(steps, median, marker=marker, ms=3, label=label, **look)
+        axis.fill_between(steps, low, high, color=look["color"], alpha=0.2, lw=0)
+    axis.set_xlabel("environment steps" if with_steps else "gradient steps")
+
+
+def draw(curves: list[Curve], metric: str, title: str = "", human_success: float | None = None) -> Figure:
     tasks, algorithms = sorted({c.env_id for c in curves}), sorted({c.algorithm for c in curves})
     figure = Figure(figsize=(1 + 5 * len(tasks), 3.6), dpi=120, layout="constrained")
-    axes = figure.subplots(1, len(tasks), squeeze=False)[0]
-    for axis, task in zip(axes, tasks):
-        for algorithm in algorithms:
-            same = [c for c in curves if (c.env_id, c.algorithm) == (task, algorithm)]
-            if same:
-                steps, (low, median, high) = quartiles(same)
-                shade, label = colour(algorithm, algorithms), f"{algorithm} ({len(same)} seed{'s' * (len(same) > 1)})"
-                axis.plot(steps, median, "o-", ms=3, color=shade, label=label)
-                axis.fill_between(steps, low, high, color=shade, alpha=0.2, lw=0)
-        axis.set(title=task, xlabel="environment steps", ylabel=metric)
+    for axis, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
+        own = [curve for curve in curves if curve.env_id == task]
+        draw_panel(axis, own, algorithms)
+        draw_human(axis, own, metric, human_success)
+        axis.set(title=task, ylabel=metric)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k")
         if metric == "success":
             axis.set_ylim(-0.03, 1.03)
@@ -96,14 +160,20 @@ def draw(curves: list[Curve], metric: str, title: str) -> Figure:
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    curves = [curve for path in args.paths if (curve := read_curve(path, COLUMNS[args.metric]))]
-    if not curves:
-        print(f"error: none of the {len(args.paths)} paths is a run with {args.metric} in its CSV", file=sys.stderr)
-        sys.exit(2)
     if args.out.suffix not in (".png", ".svg"):
-        print(f"error: --out is {args.out}: name a .png or .svg file", file=sys.stderr)
-        sys.exit(2)
-    draw(curves, args.metric, args.title).savefig(args.out)
+        sys.exit(fail(f"--out is {args.out}: name a .png or .svg file"))
+    try:
+        curves = [curve for path in args.paths if (curve := read_curve(path, METRICS[args.metric]))]
+    except (ValueError, KeyError) as error:
+        sys.exit(fail(f"a CSV file is not one of ours ({error}): give run folders or files like those of docs/results"))
+    if not curves:
+        sys.exit(fail(f"none of the {len(args.paths)} paths is a run with {args.metric}: see python plot.py --help"))
+    draw(curves, args.metric, args.title, args.human_success).savefig(args.out)
+
+
+def fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
