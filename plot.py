@@ -36,7 +36,8 @@ HUMAN = [f"human_wasserstein_{name}" for name in ("q25", "median", "q75")]
 # dash; dashed lines begin where the colours are used up.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999", "#000000"]
 ALGORITHMS = "aquadqn sac sacfd bc mdn aquagail gail kmeans random aquaplay bb2 bb3 bb5 aquacql sbx_sac".split()
-WITHOUT_ENVIRONMENT_STEPS = ("bc", "mdn")
+WITHOUT_ENVIRONMENT_STEPS = ("bc", "mdn")  # drawn as horizontal lines beside other algorithms
+OFFLINE = {*WITHOUT_ENVIRONMENT_STEPS, "aquacql"}
 
 
 @dataclasses.dataclass
@@ -138,7 +139,7 @@ def draw_panel(axis: Axes, curves: list[Curve], algorithms: list[str]) -> None:
         look, label = style(name, algorithms), f"{name} ({len(same)} seed{'s' * (len(same) > 1)})"
         axis.plot(steps, median, marker=marker, ms=3, label=label, **look)
         axis.fill_between(steps, low, high, color=look["color"], alpha=0.2, lw=0)
-    axis.set_xlabel("environment steps" if with_steps else "gradient steps")
+    axis.set_xlabel("gradient steps" if OFFLINE.issuperset(present) else "environment steps")
 
 
 def draw(curves: list[Curve], metric: str, title: str = "", human_success: float | None = None) -> Figure:

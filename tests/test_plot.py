@@ -92,6 +92,13 @@ def test_bc_alone_is_drawn_against_gradient_steps(tmp_path):
     assert axis.get_xlabel() == "gradient steps"
 
 
+def test_offline_agents_are_drawn_against_gradient_steps_too(tmp_path):
+    runs = [write_run(tmp_path, "Hopper", name, 1, [0.5, 0.6, 0.7]) for name in ("aquacql", "bc")]
+    (axis,) = plot.draw([plot.read_curve(run, "episodic_return") for run in runs], "return").axes
+    assert axis.get_xlabel() == "gradient steps"
+    assert [len(line.get_xdata()) for line in axis.get_lines()] == [3, 2]  # a curve, and BC's horizontal line
+
+
 def call(monkeypatch, *words: str) -> None:
     monkeypatch.setattr(sys, "argv", ["plot.py", *words])
     plot.main()
