@@ -75,6 +75,8 @@ class Args:
     """any Minari id, used from disk or else downloaded; default for Adroit: D4RL/<task>/human-v2"""
     num_demos: int | None = None
     """use only the first N episodes of the dataset; default: all"""
+    best_fraction: float = 1.0
+    """of those, use only this fraction with the highest returns; 0.1 is 10-percent BC (not from the paper)"""
     reward: Literal["sparse", "env"] | None = None
     """sparse: 1 at every step with info["success"], else 0; default: sparse if the environment reports success"""
     seed: int = 1
@@ -174,7 +176,7 @@ def check_cloning_args(args: BCArgs | MDNArgs) -> None:
     bounds = dict.fromkeys(counts.split(), (1, math.inf))
     bounds |= {"num_layers": (0, math.inf), "weight_decay": (0, math.inf), "seed": (0, EVALUATION_SEED - 1)}
     bounds |= dict.fromkeys(["input_dropout", "hidden_dropout"], (0, 0.99))
-    bounds |= dict.fromkeys(["temperature", "learning_rate"], (1e-9, 1e9))
+    bounds |= dict.fromkeys(["temperature", "learning_rate"], (1e-9, 1e9)) | {"best_fraction": (1e-9, 1)}
     for name, value in dataclasses.asdict(args).items():
         if name in bounds and value is not None:
             low, high = bounds[name]
@@ -302,6 +304,14 @@ def load_default_demonstrations(args: Args, env: gym.Env) -> tuple[Demonstration
         " agent (demos/README.md). What comes out is not comparable with the paper."
     )
     return load_demonstrations(fallback, env, args.reward == "sparse", args.num_demos), fallback, warning
+
+
+def best_episodes(demos: Demonstrations, fraction: float) -> Demonstrations:
+    """That fraction of the episodes, rounded up, with the highest returns; in their old order."""
+    episode = np.cumsum(demos.ends) - demos.ends  # (N,) number of the episode of every step
+    returns = np.bincount(episode, demos.rewards)
+    best = np.argsort(-returns, kind="stable")[: math.ceil(fraction * len(returns))]
+    return Demonstrations(*(array[np.isin(episode, best)] for array in demos))
 
 
 # --------------------------------------------------------------------------------------------------- networks
@@ -807,6 +817,7 @@ def train(args: BCArgs | MDNArgs) -> Path:
         demos, args.dataset_id, warning = load_default_demonstrations(args, env)
     else:
         demos, warning = load_demonstrations(args.dataset_id, env, args.reward == "sparse", args.num_demos), None
+    demos = best_episodes(demos, args.best_fraction)
     run = Path(args.resume) if args.resume else make_run_folder(args, warning)
     log, signals = make_log(args, run, warning), catch_signals()
     if not (run / "reference.npz").exists():

@@ -47,6 +47,24 @@ def only_run() -> Path:
     return run
 
 
+# --------------------------------------------------------------------------------------------- demonstrations
+
+
+@pytest.mark.parametrize(
+    "fraction, kept", [(0.1, [1]), (0.25, [1]), (0.26, [1, 3]), (0.75, [0, 1, 3]), (1.0, [0, 1, 2, 3])]
+)
+def test_the_best_fraction_of_episodes_by_return(fraction, kept):
+    lengths, returns = [3, 1, 4, 2], [2.0, 9.0, -8.0, 5.0]
+    episode = np.repeat(np.arange(4), lengths)
+    rewards = np.concatenate([[total, *[0.0] * (length - 1)] for total, length in zip(returns, lengths)])
+    ends = np.append(episode[1:] != episode[:-1], True)
+    demos = bc_mdn.Demonstrations(episode[:, None], episode[:, None] + 10, rewards, episode[:, None], ends, ends)
+    best = bc_mdn.best_episodes(demos, fraction)
+    expected = np.isin(episode, kept)
+    for array, whole in zip(best, demos):
+        np.testing.assert_array_equal(array, whole[expected])
+
+
 # ----------------------------------------------------------------------------------------------------- losses
 
 
@@ -340,6 +358,7 @@ def error_of(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (["mdn", "--hidden-dropout", "1"], "--hidden-dropout is 1.0"),
         (["mdn", "--temperature", "0"], "--temperature is 0.0"),
         (["mdn", "--num-actions", "0"], "--num-actions is 0"),
+        (["bc", "--best-fraction", "1.5"], "--best-fraction is 1.5"),
         (["bc", "--env-id", "NoSuchEnv-v0"], "cannot make environment 'NoSuchEnv-v0'"),
         (["bc", "--env-id", "CartPole-v1"], "AQuaDem needs a Box"),
         (
