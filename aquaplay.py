@@ -1,0 +1,1643 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "gymnasium==1.4.0", "robodesk==1.0.0", "dm_control==1.0.50",
+#   "mujoco==3.17.0", "minari[hdf5,hf]==0.5.4", "tyro", "tensorboard", "tensorboardX", "tqdm", "matplotlib", "imageio",
+#   "imageio-ffmpeg",
+# ]
+# ///
+"""AQuaPlay: reinforcement learning with play data (section 4.3 of the AQuaDem paper).
+
+Learn K candidate actions per state from somebody playing with everything on a robot's desk, without any task in mind;
+then train Munchausen DQN on them, for one task after the other. The bang-bang baselines of the paper are here too.
+
+    python aquaplay.py collect
+    python aquaplay.py --task open_slide
+    python aquaplay.py --task all --discretization bb3
+
+Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
+"Continuous Control with Action Quantization from Demonstrations", ICML 2022.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import io
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from tqdm import tqdm
+
+UPDATE_BLOCK = 8  # environment steps, then as many updates in one call (the authors' code: 8 SGD steps per step)
+CANDIDATE_BLOCK = 500  # candidate-network steps in one call
+EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED + i; --seed stays below it
+BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
+PLAY = "aquadem/robodesk/play-v0"  # what `collect` records unless told otherwise
+MESHES = {"bb2": 2, "bb3": 3, "bb5": 5}  # values per action dimension, from -1 to 1 (appendix)
+
+
+@dataclasses.dataclass
+class Args:
+    task: str = "open_slide"
+    """a RoboDesk task; all: the nine base tasks one after the other"""
+    dataset_id: str | None = None
+    """any Minari id with play on this desk; default: aquadem/robodesk/play-v0, recorded first if there is none"""
+    num_demos: int | None = None
+    """use only the first N episodes of the dataset; default: all"""
+    robodesk_rewards: Literal["upstream", "fixed"] = "fixed"
+    """upstream: the package's, as in the paper, where "lift" and "off_table" do not reward what they are named after;
+    fixed (not the paper's, and the default because success is what we report): they do; see Desk"""
+    seed: int = 1
+    """seed of networks, batches, exploration and environment; equal seeds give bit-identical runs on a CPU"""
+    total_timesteps: int = 1_000_000
+    """environment steps"""
+    eval_every: int = 50_000
+    """environment steps between evaluations"""
+    eval_episodes: int = 30
+    """episodes of an evaluation, greedy, always from the same initial states"""
+    exp_name: str | None = None
+    """part of the run folder's name: runs/{env_id}__{exp_name}__{seed}__{unix time}; default: aquaplay, or bb2, ..."""
+
+    discretization: Literal["aquadem", "bb2", "bb3", "bb5"] = "aquadem"
+    """aquadem: candidates learned from play; bb2, bb3, bb5: 32, 243 or 3125 fixed actions, a mesh of the box"""
+    num_actions: int = 30
+    """K, candidate actions per state (a mesh has its own number)"""
+    temperature: float = 1e-4
+    """T of the soft minimum"""
+    candidate_steps: int = 50_000
+    """gradient steps of the candidate network"""
+    candidate_learning_rate: float = 1e-3
+    """Adam's learning rate for the candidate network"""
+    input_dropout: float = 0.1
+    """dropout on the observation while training the candidates"""
+    hidden_dropout: float = 0.1
+    """dropout after every hidden layer while training the candidates"""
+    candidates_from: str | None = None
+    """run folder whose candidates are used; default: one under runs/ with the same data, settings and seed, if any"""
+
+    batch_size: int = 256
+    """batch of both networks"""
+    learning_rate: float = 1e-4
+    """Adam's learning rate for the Q-network"""
+    gamma: float = 0.99
+    """discount (the authors' code)"""
+    n_step: int = 3
+    """length of the multi-step return"""
+    epsilon: float = 0.1
+    """probability of a uniformly random candidate while training"""
+    buffer_size: int = 1_000_000
+    """transitions kept in the replay buffer"""
+    learning_starts: int = 1_000
+    """environment steps before the first update (the authors' code)"""
+    target_update_period: int = 100
+    """updates between copies into the target network (the authors' code)"""
+    munchausen_tau: float = 0.03
+    """entropy temperature of Munchausen DQN"""
+    munchausen_alpha: float = 0.9
+    """weight of the log-policy in the reward of Munchausen DQN"""
+    munchausen_clip: float = -1e3
+    """lower bound of that log-policy term (the authors' code)"""
+
+    checkpoint_every: int = 10_000
+    """environment steps between checkpoints, each written at the end of an episode"""
+    resume: str | None = None
+    """run folder to continue, with its own arguments"""
+    evaluate: str | None = None
+    """run folder to evaluate instead of training"""
+    capture_video: bool = False
+    """record videos: of evaluation episodes, and of the candidates along a piece of play"""
+    track: bool = False
+    """log to Weights & Biases too (if it is installed)"""
+    quiet: bool = False
+    """no progress bars, only warnings and errors"""
+
+    env_id = property(lambda self: f"RoboDesk-{self.task}")  # in the run folder's name
+    candidates = property(lambda self: "learned")  # what the blocks shared with aquadqn.py ask for
+
+
+@dataclasses.dataclass
+class CollectArgs:
+    """Records play on the desk as a Minari dataset: by a script that plays, or by a person."""
+
+    dataset_id: str | None = None
+    """name of the new dataset; default: aquadem/robodesk/play-v0, or human/robodesk/play-v0 with a device"""
+    device: Literal["script", "gamepad", "keyboard"] = "script"
+    """who plays; a person needs a screen and pygame (pip install pygame)"""
+    num_episodes: int = 50
+    """episodes"""
+    episode_steps: int = 9_000
+    """steps of an episode, 50 per second: three minutes"""
+    seed: int = 1
+    """seed of the desk and of the script; the same data whatever the number of processes"""
+    task: str | None = None
+    """store reward and success of this task too, so that the data can serve as demonstrations; default: neither"""
+    robodesk_rewards: Literal["upstream", "fixed"] = "fixed"
+    """as in training; also decides what counts as success in the table that is printed"""
+    capture_video: bool = False
+    """write the first two minutes as play.mp4 into the current folder, also if the data was recorded before"""
+    quiet: bool = False
+    """no progress bar"""
+
+
+class UserError(Exception):
+    """One line that says what is wrong and what to do; the program ends with exit code 2."""
+
+
+class Unavailable(UserError):
+    """Data that is neither here nor within reach."""
+
+
+def require(condition: Any, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turns whatever a library raises into one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+
+
+def check_play_args(args: Args) -> None:
+    counts = "num_demos num_actions batch_size n_step total_timesteps eval_every eval_episodes buffer_size"
+    bounds = dict.fromkeys(f"{counts} target_update_period checkpoint_every".split(), (1, math.inf))
+    bounds |= dict.fromkeys(["candidate_steps", "learning_starts"], (0, math.inf))
+    bounds |= dict.fromkeys(["epsilon", "gamma"], (0, 1))
+    bounds |= dict.fromkeys(["input_dropout", "hidden_dropout"], (0, 0.99))
+    bounds |= dict.fromkeys(["temperature", "learning_rate", "candidate_learning_rate", "munchausen_tau"], (1e-9, 1e9))
+    for name, (low, high) in {**bounds, "seed": (0, EVALUATION_SEED - 1)}.items():
+        value = getattr(args, name)
+        if value is not None:
+            require(low <= value <= high, f"--{name.replace('_', '-')} is {value}: give a number from {low} to {high}")
+
+
+# --------------------------------------------------------------------------------------------------- the desk
+
+
+@functools.cache
+def load_desk_model() -> Any:
+    """The package's model, shared by all desks of a process; without shadows and the like, which slow the videos."""
+    import mujoco
+
+    assets = Path(importlib.util.find_spec("robodesk").origin).parent / "assets"
+    model = mujoco.MjModel.from_xml_path(str(assets / "desk.xml"))
+    model.light_castshadow[:], model.mat_reflectance[:], model.vis.quality.offsamples = False, 0, 0
+    return model
+
+
+class Desk(gym.Env):
+    """RoboDesk (Kannan et al. 2021) as a Gymnasium environment, state only: a Franka arm at a desk, 20 ms a step.
+
+    Observation, 76 numbers: 9 joint positions of the robot (7 arm, 2 fingers), their 9 velocities, 3 of the end
+    effector, 29 positions of the things (drawer, slide, 3 buttons, 3 lights, then position and quaternion of ball,
+    upright block, flat block) and their 26 velocities (per free body 3 linear, 3 angular).
+    Action, 5 numbers in [-1, 1]: end effector along x, y, z (1 is a target 1 cm away), wrist, fingers (-1 closed).
+
+    The simulation is that of the package `robodesk`, to the last bit. Its faults are not:
+    - an image in every observation, which needs OpenGL and a Pillow of long ago: none here, `render` is for videos;
+    - object velocities under the name of object positions: here are both;
+    - the end effector observed as a view that moves on after the step: here it is a copy;
+    - random numbers from NumPy's global generator: here from Gymnasium's, so equal seeds give equal episodes;
+    - the objects' initial positions kept as views of the present ones, so that nothing ever counts as moved: "lift"
+      does not reward height, "off_table" not the fall, and "the others stayed" is always true. With rewards="fixed"
+      they are copies; with "upstream" reward and success are the package's.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}
+    BASE_TASKS = (
+        "open_slide open_drawer push_green stack upright_block_off_table flat_block_in_bin flat_block_in_shelf "
+        "lift_upright_block lift_ball"
+    ).split()
+    OTHER_TASKS = (
+        "push_blue push_red flat_block_off_table ball_off_table upright_block_in_bin ball_in_bin "
+        "upright_block_in_shelf ball_in_shelf lift_flat_block"
+    ).split()
+    OBJECTS = ("ball", "upright_block", "flat_block")
+    SUBSTEPS = 10
+
+    def __init__(
+        self,
+        task: str = "open_slide",
+        rewards: Literal["upstream", "fixed"] = "fixed",
+        episode_steps: int = 500,
+        render_mode: str | None = None,
+    ):
+        import mujoco
+
+        self.task, self.rewards, self.episode_steps, self.render_mode = task, rewards, episode_steps, render_mode
+        self.mujoco, self.model = mujoco, (model := load_desk_model())
+        self.data, self.arm = mujoco.MjData(model), mujoco.MjData(model)  # arm: scratch space of the kinematics
+        self.site, bodies = model.site("end_effector").id, self.OBJECTS + ("red_button", "green_button", "blue_button")
+        self.hand, self.reached = self.data.site_xpos[self.site], self.arm.site_xpos[self.site]  # views
+        self.places = {name: self.data.xpos[model.body(name).id] for name in bodies}  # views
+        self.slide_handle = self.data.site_xpos[model.site("slide_handle").id]
+        self.drawer_handle = self.data.geom_xpos[model.geom("drawer_handle").id]
+        self.bounds, self.jacobian = model.actuator_ctrlrange[:9].copy(), np.empty((3, model.nv))
+        self.renderer: Any = None
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (5,), np.float32)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (76,), np.float32)
+        arguments = {"task": task, "rewards": rewards, "episode_steps": episode_steps}
+        entry_point = f"{Path(__file__).stem}:Desk"
+        self.spec = gym.envs.registration.EnvSpec(f"RoboDesk/{task}-v0", entry_point=entry_point, kwargs=arguments)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        mujoco, model, data, random = self.mujoco, self.model, self.data, self.np_random
+        mujoco.mj_resetData(model, data)
+        with_actuation = model.opt.disableflags
+        model.opt.disableflags = with_actuation | int(mujoco.mjtDisableBit.mjDSBL_ACTUATION)
+        mujoco.mj_forward(model, data)  # where the solver starts from, as in the package
+        model.opt.disableflags = with_actuation
+        joint = {name: data.joint(name).qpos for name in ("drawer_joint", "slide_joint", *self.OBJECTS)}
+        joint["drawer_joint"] -= 0.10 * random.random()  # drawn in the package's order
+        joint["slide_joint"] += 0.20 * random.random()
+        joint["flat_block"][:2] += [0.3 * random.random(), 0.07 * random.random()]
+        joint["ball"][:2] += [0.48 * random.random(), 0.08 * random.random()]
+        joint["upright_block"][:2] += [0.3 * random.random() + 0.05, 0.05 * random.random()]
+        data.qpos[:9] = [-0.30, -0.4, 0.28, -2.5, 0.13, 1.87, 0.91, 0.01, 0.01]
+        data.qpos[:9] += 0.15 * random.uniform(self.bounds[:, 0], self.bounds[:, 1])
+        data.qvel[:9] = 0
+        mujoco.mj_forward(model, data)
+        self.origins = {name: self.places[name].copy() for name in self.OBJECTS}
+        self.steps = 0
+        return self.observe(), {"success": bool(self.reward_and_success()[1])}
+
+    def observe(self) -> np.ndarray:
+        qpos, qvel = self.data.qpos, self.data.qvel
+        return np.concatenate([qpos[:9], qvel[:9], self.hand, qpos[9:], qvel[9:]], dtype=np.float32)
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        data, action = self.data, np.asarray(action, np.float64)
+        target = self.inverse_kinematics(self.hand + 0.01 * action[:3])
+        (wrist_low, wrist_high), (finger_low, finger_high) = self.bounds[6:8]
+        turn = (action[3] + 1) * (wrist_high - wrist_low) / 2 + wrist_low
+        target[6] = min(max(0.02 * turn + data.qpos[6], wrist_low), wrist_high)
+        target[7:] = (action[4] + 1) * (finger_high - finger_low) / 2 + finger_low
+        data.ctrl[:] = target
+        applied, bias = data.qfrc_applied[:9], data.qfrc_bias[:9]
+        for _ in range(self.SUBSTEPS):
+            applied[:] = bias  # gravity compensation
+            self.mujoco.mj_step2(self.model, data)
+            self.mujoco.mj_step1(self.model, data)
+        self.steps += 1
+        reward, success = self.reward_and_success()
+        return self.observe(), reward, False, self.steps >= self.episode_steps, {"success": success}
+
+    def inverse_kinematics(self, target: np.ndarray) -> np.ndarray:
+        """Joint positions (9,) with the end effector at the target: dm_control's search, on the six joints it may use.
+
+        It differs in speed only. Where dm_control computes collisions, inertias and constraints for every iterate,
+        the position of the arm is enough. Its least squares on the singular matrix J^T J, with a cut-off at rounding
+        error, stays: the joints' drift along the null space depends on it.
+        """
+        mujoco, model, arm = self.mujoco, self.model, self.arm
+        arm.qpos[:9] = self.data.qpos[:9]
+        for _ in range(100):
+            mujoco.mj_kinematics(model, arm)
+            error = target - self.reached
+            distance = math.sqrt(error.dot(error))
+            if distance < 1e-14:
+                break
+            mujoco.mj_comPos(model, arm)
+            mujoco.mj_jacSite(model, arm, self.jacobian, None, self.site)
+            jacobian = self.jacobian[:, [0, 1, 2, 3, 4, 5]]
+            update = np.linalg.lstsq(jacobian.T.dot(jacobian), jacobian.T.dot(error), rcond=-1)[0]
+            norm = math.sqrt(update.dot(update))
+            if distance > 20 * norm:  # hardly any progress
+                break
+            arm.qpos[:6] += update if norm <= 2 else update * (2 / norm)
+        return arm.qpos[:9].copy()
+
+    def reward_and_success(self, task: str | None = None) -> tuple[float, bool]:
+        """The package's dense reward, in [0, 1], and its criterion of success."""
+        task, places, qpos = task or self.task, self.places, self.data.qpos
+        origins = self.origins if self.rewards == "fixed" else places  # the package compares a place with itself
+
+        def near(place: np.ndarray) -> float:
+            return max(0.0, 1 - math.dist(self.hand, place))
+
+        def moved(name: str) -> float:
+            return math.dist(places[name], origins[name])
+
+        thing = next((name for name in self.OBJECTS if name in task), None)
+        others = [name for name in self.OBJECTS if name != thing]
+        if task == "open_slide":
+            stayed = sum(weight * (moved(name) < 0.01) for name, weight in zip(self.OBJECTS, (0.34, 0.33, 0.33)))
+            opened = 0.75 * qpos[10] / 0.6 + 0.25 * near(self.slide_handle - [0.15, 0, 0])
+            reward, success = 0.9 * opened + 0.1 * stayed, qpos[10] > 0.55
+        elif task == "open_drawer":
+            reward, success = 0.75 * abs(qpos[9]) / 0.3 + 0.25 * near(self.drawer_handle), qpos[9] < -0.2
+        elif task.startswith("push_"):
+            colour = task.removeprefix("push_")
+            success = qpos[14 + ("red", "green", "blue").index(colour)] < -0.00453  # the light
+            reward = 0.25 * success + 0.75 * near(places[f"{colour}_button"])
+        elif task == "stack":
+            off = math.dist(places["upright_block"] - places["flat_block"], (0, 0, 0.0377804))
+            reward, success = near(places["upright_block"]) - off, off < 0.04
+        elif task.endswith("_off_table"):
+            fallen = 1 - places[thing][2] / origins[thing][2]
+            stayed = sum(0.1 * (1 - moved(name) / 5) for name in others)
+            reward = 0.75 * max(0, min(1, 0.8 * fallen + stayed)) + 0.25 * near(places[thing])
+            success = places[thing][2] < 0.6 and all(moved(name) < 0.01 for name in others)
+        elif task.endswith("_in_bin"):
+            x, y, z = places[thing]
+            success = 0.28 < x < 0.52 and 0.38 < y < 0.62 and 0 < z < 0.4
+            reward = 0.5 * near(places[thing]) + 0.5 * success
+        elif task.endswith("_in_shelf"):
+            success = places[thing][0] > 0.2 and places[thing][1] > 1.0
+            inside = 1 - math.dist(places[thing][:2], (0.4, 1.1))
+            arrived = 0.33 * near(places[thing]) + 0.33 * inside + 0.34 * success
+            reward = 0.5 * arrived + sum(0.25 * (1 - moved(name) / 5) for name in others)
+        else:  # lift
+            height, enough = places[thing][2], {"upright_block": 0.86, "ball": 0.81, "flat_block": 0.78}[thing]
+            lifted = max(0, min(1, 10 * (height - origins[thing][2])))
+            reward, success = 0.85 * lifted + 0.15 * near(places[thing]), height > enough
+        return float(max(0, min(1, reward))), bool(success)
+
+    def render(self) -> np.ndarray:
+        from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
+
+        if self.renderer is None:
+            camera = {"distance": 1.5, "azimuth": 110.0, "elevation": -35.0, "lookat": np.array([0.0, 0.65, 0.8])}
+            self.renderer = MujocoRenderer(self.model, self.data, camera, width=320, height=240)
+        return self.renderer.render(self.render_mode)
+
+    def close(self) -> None:
+        if self.renderer is not None:
+            self.renderer.close()
+            self.renderer = None
+
+
+def make_desk(task: str, rewards: Literal["upstream", "fixed"], render: bool = False) -> gym.Env:
+    """A RoboDesk task by its name, with flat observations."""
+    if render and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
+    known = Desk.BASE_TASKS + Desk.OTHER_TASKS
+    require(task in known, f"RoboDesk has no task {task!r}: choose one of {', '.join(known)}")
+    installed = importlib.util.find_spec("robodesk")
+    require(installed, "RoboDesk is not installed: pip install robodesk==1.0.0 dm_control==1.0.50 mujoco==3.17.0")
+    with explained(f"cannot make the RoboDesk task {task!r}"):
+        return gym.wrappers.FlattenObservation(Desk(task, rewards, render_mode="rgb_array" if render else None))
+
+
+def first_observation(env: gym.Env) -> np.ndarray:
+    return np.asarray(env.reset()[0], np.float32)
+
+
+# -------------------------------------------------------------------------------------------------- play data
+
+
+Intention = tuple[np.ndarray, float, np.ndarray]
+
+
+class Player:
+    """Somebody who plays with the desk: picks a thing and something to do with it, again and again.
+
+    It sees where things are and moves the fingertips towards them as a person with a gamepad would: fast when far,
+    slow when near, with a filtered, wandering hand, an aim that is off by some millimetres, and pauses. It often fails.
+    It knows nothing of tasks and rewards. The hand's tilt cannot be commanded (the action has no room for it), so what
+    can be grasped depends on how the arm happens to be folded.
+
+    A way to play is a generator of intentions: a place for the fingertips, how far open the fingers (-1 to 1), and the
+    direction along which they should close.
+    """
+
+    FINGERTIP = 0.04  # from the end effector to the point between the fingertips, along the hand
+    BASE, REACH = np.array([0.0, 0.1]), 0.92  # of the arm, seen from above
+    EAST, NORTH, UP = np.eye(3)  # seen from the robot: to the right, away, up
+    stopped = False  # it never has enough
+
+    def __init__(self, desk: Desk, random: np.random.Generator):
+        self.desk, self.random = desk, random
+        self.pose = desk.data.site_xmat[desk.site].reshape(3, 3)  # a view; columns: across, closing direction, forward
+        self.play, self.filtered, self.wander = iter(()), np.zeros(5), np.zeros(5)
+
+    def tip(self) -> np.ndarray:
+        return self.desk.hand + self.FINGERTIP * self.pose[:, 2]
+
+    def act(self) -> np.ndarray:
+        intention = next(self.play, None)
+        if intention is None:
+            self.pace, self.play = self.random.uniform(0.8, 1.0), self.choose()
+            return self.act()
+        place, fingers, closing = intention
+        away = place[:2] - self.BASE  # a stretched arm gets stuck: stay within reach
+        place = np.array([*self.BASE + away * min(1, self.REACH / np.linalg.norm(away)), place[2]])
+        velocity = (place - self.tip()) / 0.02  # full speed until 2 cm before the place
+        velocity = np.clip(velocity, -self.pace, self.pace)
+        across, along = self.pose[:, 0] @ closing, self.pose[:, 1] @ closing
+        turn = math.atan2(-across * np.sign(along or 1), abs(along))  # the fingers are alike: at most a quarter turn
+        if abs(self.desk.data.qpos[6] + turn) > 2.8:
+            turn -= math.copysign(math.pi, turn)  # the wrist would meet its limit: the other way round
+        self.wander += 0.1 * (0.5 * self.random.normal(size=5) - self.wander)
+        wanted = np.array([*velocity, np.clip(2 * turn, -1, 1), fingers])
+        self.filtered += 0.25 * (wanted + self.wander - self.filtered)
+        return np.clip(self.filtered, -1, 1).astype(np.float32)
+
+    def choose(self) -> Iterator[Intention]:
+        """What to play next; a thing that fell off the table is out of the game."""
+        desk, random = self.desk, self.random
+        things = [name for name in desk.OBJECTS if desk.places[name][2] > 0.7]
+        ways: list[tuple[float, Callable, list]] = [
+            (2, self.press, ["red_button", "green_button", "blue_button"]),
+            (1.5, self.move_slide, [0.0, 0.6]),
+            (2, self.move_drawer, [-0.35, 0.0]),
+            (3, self.carry, things),
+            (2, self.push, things),
+            (2, self.pull, things),
+            (0.5, self.rest, [None]),
+        ]
+        ways = [way for way in ways if way[2]]
+        weights = np.array([weight for weight, _, _ in ways])
+        _, way, choices = ways[random.choice(len(ways), p=weights / weights.sum())]
+        return way(choices[random.integers(len(choices))])
+
+    def reach(
+        self,
+        place: Callable[[], np.ndarray],
+        fingers: float,
+        closing: np.ndarray,
+        patience: int = 250,
+        near: float = 0.015,
+    ) -> Iterator[Intention]:
+        """Until the fingertips are there, hardly come nearer, or patience ends; the aim is a little off."""
+        off, best = self.random.normal(0, 0.004, 3), math.inf
+        for step in range(patience):
+            goal = place() + off
+            yield goal, fingers, closing
+            distance = math.dist(goal, self.tip())
+            if distance < near:
+                return
+            if step % 40 == 39:
+                if best - distance < 0.005:
+                    return
+                best = distance
+
+    def go(
+        self, place: np.ndarray, fingers: float, closing: np.ndarray = EAST, patience: int = 250, near: float = 0.015
+    ) -> Iterator[Intention]:
+        yield from self.reach(lambda: place, fingers, closing, patience, near)
+
+    def stay(self, steps: int, fingers: float, closing: np.ndarray = EAST) -> Iterator[Intention]:
+        place = self.tip()
+        for _ in range(steps):
+            yield place, fingers, closing
+
+    def come_over(self, place: np.ndarray, fingers: float, closing: np.ndarray = EAST) -> Iterator[Intention]:
+        """Up, and across above the things on the table; from under the table or out of the shelf, back first."""
+        x, y, z = self.tip()
+        height = max(self.random.uniform(0.88, 1.0), place[2])
+        if y > 0.85:
+            yield from self.go(np.array([x, 0.7, z]), fingers, closing, near=0.05)
+        if z < 0.75 and y > 0.45:
+            yield from self.go(np.array([x, 0.44, z]), fingers, closing, patience=100, near=0.03)
+        if z < 0.85:
+            x, y, _ = self.tip()
+            yield from self.go(np.array([x, min(y, 0.7), height]), fingers, closing, patience=150, near=0.04)
+        yield from self.go(np.array([place[0], place[1], height]), fingers, closing, near=0.04)
+
+    def rest(self, _: None) -> Iterator[Intention]:
+        yield from self.stay(int(self.random.integers(10, 60)), self.random.uniform(-1, 1))
+
+    def press(self, button: str) -> Iterator[Intention]:
+        place = self.desk.places[button] + [0, 0, 0.03]
+        yield from self.come_over(place, -1)
+        yield from self.go(place + 0.05 * self.UP, -1, near=0.02)
+        yield from self.go(place - 0.03 * self.UP, -1, patience=int(self.random.integers(40, 120)), near=0.0)
+        yield from self.go(place + 0.06 * self.UP, -1, near=0.03)
+
+    def move_slide(self, goal: float) -> Iterator[Intention]:
+        desk = self.desk
+        side = math.copysign(1.0, goal - desk.data.qpos[10])
+        start = desk.slide_handle + [-0.06 * side, 0, self.random.uniform(-0.05, 0.05)]
+        yield from self.come_over(start - 0.12 * self.NORTH, -1)
+        yield from self.go(start, -1)
+        for _ in range(int(self.random.integers(300, 1300))):
+            yield desk.slide_handle + [0.05 * side, 0.0, start[2] - desk.slide_handle[2]], -1.0, self.EAST
+            if abs(desk.data.qpos[10] - goal) < 0.02 or abs(self.tip()[1] - start[1]) > 0.1:
+                break
+        yield from self.go(self.tip() - 0.12 * self.NORTH, -1, near=0.03)
+
+    def move_drawer(self, goal: float) -> Iterator[Intention]:
+        """Open: hook the fingers behind the handle and pull. Close: push it."""
+        desk, opening = self.desk, goal < self.desk.data.qpos[9]
+        x, side = self.random.uniform(-0.05, 0.05), -1 if opening else 1
+
+        def handle(y: float, z: float) -> np.ndarray:
+            return np.array([x, 0.49 + desk.data.qpos[9] + y, 0.665 + z])
+
+        yield from self.come_over(np.array([x, 0.63, 0.88]), -1, self.NORTH)
+        yield from self.go(np.array([x, 0.52, 0.8]), -1, self.NORTH, patience=150)
+        yield from self.reach(lambda: handle(-0.06 * side, 0.0), -1, self.NORTH)
+        for _ in range(int(self.random.integers(100, 400))):
+            yield handle(0.06 * side, -0.05 if opening else 0), -1.0, self.NORTH
+            if abs(desk.data.qpos[9] - goal) < 0.02 or self.tip()[2] > 0.75:
+                break
+        yield from self.go(self.tip() + [0, 0.04 if opening else -0.06, 0.15], -1, near=0.04)
+
+    def carry(self, thing: str) -> Iterator[Intention]:
+        """Grasp it, lift it, carry it somewhere and let go: the table, the flat block, the shelf, the bin."""
+        random, place = self.random, self.desk.places[thing]
+        closing = self.NORTH if thing == "flat_block" else self.EAST
+        off_centre = random.uniform(-0.03, 0.05) if thing == "upright_block" else 0.0
+
+        def grip() -> np.ndarray:
+            return place + off_centre * self.UP
+
+        yield from self.come_over(place - 0.12 * self.NORTH, 1, closing)
+        yield from self.reach(lambda: grip() - 0.1 * self.pose[:, 2], 1, closing, near=0.02)
+        yield from self.reach(grip, 1, closing, patience=120, near=0.012)
+        yield from self.stay(int(random.integers(25, 45)), -1, closing)
+        yield from self.go(self.tip() + random.uniform(0.05, 0.2) * self.UP, -1, closing, near=0.02)
+        if self.desk.data.qpos[7:9].sum() < 0.03:
+            return  # nothing in the hand
+        somewhere = (random.uniform(-0.4, 0.45), random.uniform(0.62, 0.8), 0.85)
+        on_the_block, over_the_bin = self.desk.places["flat_block"] + [0, 0, 0.1], (0.4, 0.53, 0.8)
+        in_the_shelf = (random.uniform(0.25, 0.5), 1.02, 0.85)
+        target = np.array(
+            [somewhere, on_the_block, in_the_shelf, over_the_bin][random.choice(4, p=[0.6, 0.2, 0.1, 0.1])]
+        )
+        yield from self.go(target + 0.08 * self.UP, -1, closing, patience=400, near=0.03)
+        yield from self.go(target, -1, closing, patience=80, near=0.02)
+        yield from self.stay(25, 1, closing)
+        yield from self.go(self.tip() + [0, -0.05, 0.1], 1, closing, near=0.03)
+
+    def push(self, thing: str) -> Iterator[Intention]:
+        """Away from the robot or to a side, with closed fingers."""
+        random, place = self.random, self.desk.places[thing]
+        direction = [self.EAST, -self.EAST, self.NORTH][random.choice(3, p=[0.25, 0.25, 0.5])]
+        half = {"ball": 0.04, "upright_block": 0.023, "flat_block": 0.08 if direction[0] else 0.035}[thing]
+        height = random.uniform(-0.06, 0.08) if thing == "upright_block" else 0.0
+        start = place - (half + 0.04) * direction + height * self.UP
+        yield from self.come_over(start - 0.05 * self.NORTH, -1)
+        yield from self.go(start, -1)
+        way = random.uniform(0.1, 0.5) * direction + random.normal(0, 0.05) * self.EAST
+        yield from self.go(start + way, -1, patience=450)
+        yield from self.go(self.tip() + [0, -0.05, 0.1], -1, near=0.04)
+
+    def pull(self, thing: str) -> Iterator[Intention]:
+        """Towards the robot: the fingers come down behind it. The upright block is taken at its top, and topples."""
+        random, place = self.random, self.desk.places[thing]
+        behind, height = {"ball": (0.06, -0.015), "upright_block": (0.055, 0.07), "flat_block": (0.065, 0.0)}[thing]
+        start = place + [random.normal(0, 0.01), behind, height]
+        yield from self.come_over(start, -1)
+        yield from self.go(start + 0.05 * self.UP, -1, near=0.02)
+        yield from self.go(start, -1)
+        way = np.array([random.normal(0, 0.08), -random.uniform(0.03, 0.22), -0.01])
+        yield from self.go(start + way, -1, patience=350)
+        yield from self.go(self.tip() + 0.12 * self.UP, -1, near=0.04)
+
+
+class PlayEpisode(NamedTuple):
+    observations: np.ndarray  # (T + 1, 76)
+    actions: np.ndarray  # (T, 5)
+    rewards: np.ndarray  # (T,) of --task, else 0
+    successes: np.ndarray  # (T + 1,) of --task; the first is the reset's
+    reached: list[str]  # tasks whose criterion was met at some step; the player does not know
+
+
+class Person:
+    """A person at a gamepad or a keyboard, with the desk on the screen.
+
+    Gamepad: left stick right and away, right stick up and wrist, right trigger or button A closes the fingers.
+    Keyboard: arrows right and away, W and S up and down, A and D wrist, space closes the fingers. Escape stops.
+    """
+
+    def __init__(self, desk: Desk, device: str):
+        with explained("a person needs pygame (pip install pygame)"):
+            os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+            import pygame
+        self.pygame, self.desk, self.device, self.stopped = pygame, desk, device, False
+        desk.render_mode = "rgb_array"
+        screens = [os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")]
+        require(sys.platform != "linux" or any(screens), "no screen to show the desk on: run this at a desktop")
+        with explained("no screen to show the desk on"):
+            pygame.display.init()
+            self.screen = pygame.display.set_mode((960, 720))
+        pygame.display.set_caption("RoboDesk: Escape stops")
+        self.clock, self.shown = pygame.time.Clock(), 0
+        if device == "gamepad":
+            from pygame._sdl2 import controller  # the same names for the sticks of every make
+
+            controller.init()
+            require(controller.get_count(), "no gamepad found: plug one in, or use --device keyboard")
+            self.pad = controller.Controller(0)
+
+    def act(self) -> np.ndarray:
+        pygame = self.pygame
+        for event in pygame.event.get():
+            escape = event.type == pygame.KEYDOWN and event.key == pygame.K_ESCAPE
+            self.stopped = self.stopped or escape or event.type == pygame.QUIT
+        if self.shown % 2 == 0:  # 25 pictures a second
+            picture = pygame.surfarray.make_surface(render(self.desk).swapaxes(0, 1))
+            self.screen.blit(pygame.transform.scale(picture, self.screen.get_size()), (0, 0))
+            pygame.display.flip()
+        self.shown += 1
+        self.clock.tick(self.desk.metadata["render_fps"])
+        return (self.read_gamepad() if self.device == "gamepad" else self.read_keyboard()).astype(np.float32)
+
+    def read_gamepad(self) -> np.ndarray:
+        pygame = self.pygame
+        names = ("LEFTX", "LEFTY", "RIGHTY", "RIGHTX", "TRIGGERRIGHT")
+        axes = [self.pad.get_axis(getattr(pygame, f"CONTROLLER_AXIS_{name}")) / 32768 for name in names]
+        x, y, z, wrist, trigger = (axis if abs(axis) > 0.1 else 0.0 for axis in axes)  # worn sticks do not rest at 0
+        closed = trigger > 0.5 or self.pad.get_button(pygame.CONTROLLER_BUTTON_A)
+        return np.array([x, -y, -z, wrist, -1 if closed else 1])
+
+    def read_keyboard(self) -> np.ndarray:
+        pygame, down = self.pygame, self.pygame.key.get_pressed()
+
+        def both(plus: int, minus: int) -> float:
+            return float(down[plus]) - float(down[minus])
+
+        moves = [(pygame.K_RIGHT, pygame.K_LEFT), (pygame.K_UP, pygame.K_DOWN), (pygame.K_w, pygame.K_s)]
+        return np.array([both(*keys) for keys in [*moves, (pygame.K_d, pygame.K_a)]] + [1 - 2 * down[pygame.K_SPACE]])
+
+
+def record_person(args: CollectArgs) -> list[PlayEpisode]:
+    """Episodes until there are enough or the person stops; the one that was being played is kept up to there."""
+    episodes, person = [], None
+
+    def make_player(desk: Desk, _: np.random.Generator) -> Person:
+        nonlocal person
+        person = Person(desk, args.device)
+        return person
+
+    while len(episodes) < args.num_episodes and not (person and person.stopped):
+        episodes.append(record_episode(args, len(episodes), make_player))
+        person.desk.close()
+    return episodes
+
+
+def episode_seeds(args: CollectArgs, index: int) -> list[int]:
+    """For the desk and for the player."""
+    return np.random.SeedSequence([args.seed, index]).generate_state(2).tolist()
+
+
+def record_episode(
+    args: CollectArgs, index: int, make_player: Callable[[Desk, np.random.Generator], Any]
+) -> PlayEpisode:
+    """One episode; it depends on the seed and its index only."""
+    desk = Desk(args.task or "open_slide", args.robodesk_rewards, args.episode_steps)
+    desk_seed, player_seed = episode_seeds(args, index)
+    observation, info = desk.reset(seed=desk_seed)
+    player = make_player(desk, np.random.default_rng(player_seed))
+    observations, actions, rewards, successes, ended, reached = [observation], [], [], [info["success"]], False, set()
+    while not (ended or player.stopped):
+        actions.append(player.act())
+        observation, reward, _, ended, info = desk.step(actions[-1])
+        observations.append(observation)
+        rewards.append(reward if args.task else 0.0)
+        successes.append(info["success"])
+        for task in set(Desk.BASE_TASKS + Desk.OTHER_TASKS) - reached:
+            if desk.reward_and_success(task)[1]:
+                reached.add(task)
+    return PlayEpisode(*map(np.array, (observations, actions, rewards, successes)), sorted(reached))
+
+
+def record_script(args: CollectArgs, index: int) -> PlayEpisode:
+    return record_episode(args, index, Player)
+
+
+def record_all(args: CollectArgs) -> list[PlayEpisode]:
+    if args.device != "script":
+        return record_person(args)
+    processes = min(args.num_episodes, len(os.sched_getaffinity(0)))
+    progress = {"desc": "play", "total": args.num_episodes, "unit": "episode", "disable": args.quiet}
+    if processes == 1:
+        return [record_script(args, index) for index in tqdm(range(args.num_episodes), **progress)]
+    context = multiprocessing.get_context("spawn")  # JAX does not survive a fork
+    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
+        return list(tqdm(pool.map(functools.partial(record_script, args), range(args.num_episodes)), **progress))
+
+
+def collect(args: CollectArgs) -> str:
+    """Records a dataset, or finds the one that was recorded before; prints how often each task's goal was reached."""
+    import minari
+
+    for name in ("num_episodes", "episode_steps"):
+        require(getattr(args, name) >= 1, f"--{name.replace('_', '-')} is {getattr(args, name)}: give at least 1")
+    require(0 <= args.seed < EVALUATION_SEED, f"--seed is {args.seed}: give a number from 0 to {EVALUATION_SEED - 1}")
+    desk = make_desk(args.task or "open_slide", args.robodesk_rewards).unwrapped
+    dataset_id = args.dataset_id or (PLAY if args.device == "script" else "human/robodesk/play-v0")
+    well_formed = re.fullmatch(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+", dataset_id)
+    require(well_formed, f"{dataset_id!r} is not a Minari id: give one like {PLAY}")
+    settings = {
+        key: value
+        for key, value in dataclasses.asdict(args).items()
+        if key not in ("dataset_id", "capture_video", "quiet")
+    }
+    try:
+        with contextlib.suppress(FileNotFoundError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dataset = minari.load_dataset(dataset_id)
+            metadata = dataset.storage.metadata
+            other = f"dataset {dataset_id!r} was recorded with other settings: name a new one with --dataset-id"
+            require(metadata.get("play_settings") == settings, other)
+            print(f"{dataset_id} was recorded before", file=sys.stderr)
+            print_reached(metadata["play_reached"], dataset.total_episodes)
+            if args.capture_video:
+                film(args, dataset[0].actions)
+            return dataset_id
+    except (ValueError, KeyError, OSError) as error:
+        raise UserError(f"cannot read dataset {dataset_id!r}: {error}") from None
+    episodes = record_all(args)
+    buffers = []
+    for index, episode in enumerate(episodes):
+        ends = np.arange(len(episode.actions)) == len(episode.actions) - 1
+        infos = {"success": episode.successes} if args.task else None
+        fields = (episode.observations, episode.actions, episode.rewards, np.zeros_like(ends), ends, infos)
+        buffers.append(minari.data_collector.EpisodeBuffer(index, None, None, *fields))
+    with warnings.catch_warnings(), explained(f"cannot write dataset {dataset_id!r}"):
+        warnings.simplefilter("ignore")  # advice for those who publish datasets
+        dataset = minari.create_dataset_from_buffers(
+            dataset_id, buffers, action_space=desk.action_space, observation_space=desk.observation_space
+        )
+        reached = {
+            task: sum(task in episode.reached for episode in episodes) for task in desk.BASE_TASKS + desk.OTHER_TASKS
+        }
+        dataset.storage.update_metadata({"play_settings": settings, "play_reached": reached})
+    print_reached(reached, len(episodes))
+    if args.capture_video:
+        film(args, episodes[0].actions)
+    return dataset_id
+
+
+def film(args: CollectArgs, actions: np.ndarray) -> None:
+    """The beginning of the first episode once more, in pictures: equal seeds and actions give equal episodes."""
+    env, frames = make_desk(args.task or "open_slide", args.robodesk_rewards, render=True), []
+    env.reset(seed=episode_seeds(args, 0)[0])
+    for step, action in enumerate(tqdm(actions[:6000], desc="video", unit="step", disable=args.quiet)):
+        env.step(action)
+        if step % 5 == 0:
+            frames.append(render(env))
+    env.close()
+    write_video(Path("play.mp4"), frames, fps=env.metadata["render_fps"] // 5)
+
+
+def print_reached(reached: dict[str, int], episodes: int) -> None:
+    base = sum(reached[task] > 0 for task in Desk.BASE_TASKS)
+    print(f"goals reached by chance, in how many of {episodes} episodes ({base} of the 9 base tasks):")
+    for task, count in reached.items():
+        print(f"  {task:26}{count:4}{'' if task in Desk.BASE_TASKS else '  (not a base task)'}")
+
+
+class Demonstrations(NamedTuple):
+    """All episodes one after the other."""
+
+    observations: np.ndarray  # (N, obs)
+    actions: np.ndarray  # (N, action_dim), clipped to the action space
+    rewards: np.ndarray  # (N,)
+    next_observations: np.ndarray  # (N, obs)
+    terminations: np.ndarray  # (N,) true where the task itself ended
+    ends: np.ndarray  # (N,) true at the last step of every episode, however it ended
+
+
+def open_dataset(dataset_id: str) -> Any:
+    """A Minari dataset: bundled, on disk, or else downloaded."""
+    import minari
+
+    well_formed = re.fullmatch(r"([\w.-]+/)*[\w.-]+-v\d+", dataset_id)
+    require(well_formed, f"{dataset_id!r} is not a Minari id: give one like D4RL/door/human-v2")
+    bundled = BUNDLED_DEMONSTRATIONS / dataset_id / "data"
+    with explained(f"cannot read dataset {dataset_id!r}"):
+        try:
+            return minari.MinariDataset(bundled) if bundled.exists() else minari.load_dataset(dataset_id)
+        except FileNotFoundError:
+            print(f"{dataset_id} is not on this machine: fetching it from the Minari hub ...", file=sys.stderr)
+    try:
+        return minari.load_dataset(dataset_id, download=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        advice = "check the id and the network, or name another with --dataset-id"
+        raise Unavailable(f"cannot download dataset {dataset_id!r} ({reason}): {advice}") from None
+
+
+def flatten_observations(space: gym.Space, observations: Any) -> np.ndarray:
+    """A whole episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
+    parts = [observations[key] for key in space] if isinstance(space, gym.spaces.Dict) else [observations]
+    return np.concatenate([np.asarray(part, np.float32).reshape(len(part), -1) for part in parts], axis=1)
+
+
+def load_demonstrations(
+    dataset_id: str, env: gym.Env, sparse: bool = True, num_demos: int | None = None
+) -> Demonstrations:
+    """Minari episodes as arrays, checked against the environment; the reward is the environment's (see make_env)."""
+    dataset, box, episodes = open_dataset(dataset_id), env.action_space, []
+    with explained(f"cannot read dataset {dataset_id!r}"):
+        for episode in dataset.iterate_episodes(range(min(dataset.total_episodes, num_demos or sys.maxsize))):
+            observations = flatten_observations(env.env.observation_space, episode.observations)
+            steps, rewards = len(episode.actions), np.asarray(episode.rewards, np.float32)
+            if sparse:
+                missing = f"dataset {dataset_id!r}: field infos has no 'success' for a sparse reward: use --reward env"
+                require("success" in (episode.infos or {}), missing)
+                # One entry more than steps is the reset's.
+                rewards = np.asarray(episode.infos["success"], np.float32).reshape(-1)[-steps:]
+            for field, array, shape in (
+                ("observations", observations, (steps + 1, *env.observation_space.shape)),
+                ("actions", np.asarray(episode.actions), (steps, *box.shape)),
+                ("rewards", rewards, (steps,)),
+            ):
+                wrong = f"dataset {dataset_id!r}: field {field} has shape {array.shape}, {env.spec.id} needs {shape}"
+                require(array.shape == shape, wrong)
+                bad = f"dataset {dataset_id!r}: field {field} of shape {shape} holds NaN or infinite values"
+                require(np.isfinite(array).all(), bad)
+            actions = np.clip(np.asarray(episode.actions, np.float32), box.low, box.high)
+            terminations, ends = np.asarray(episode.terminations, bool), np.arange(steps) == steps - 1
+            episodes.append((observations[:-1], actions, rewards, observations[1:], terminations, ends))
+    empty = f"dataset {dataset_id!r} holds no steps: choose another with --dataset-id"
+    require(sum(len(episode[1]) for episode in episodes), empty)
+    return Demonstrations(*map(np.concatenate, zip(*episodes)))
+
+
+# --------------------------------------------------------------------------------------------------- networks
+
+
+class CandidateNetwork(nn.Module):
+    """Psi of equation 1: (..., obs) -> (..., K, action_dim). A shared torso, then one small MLP per candidate."""
+
+    num_actions: int
+    action_dim: int
+    torso: Sequence[int] = (256,)
+    head: Sequence[int] = (256,)
+    input_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, observations: jax.Array, train: bool = False) -> jax.Array:
+        batch_dims = tuple(range(observations.ndim - 1))
+
+        def dropout(rate: float, x: jax.Array) -> jax.Array:
+            # One mask for the whole batch, as in the authors' code: same expected loss, hardly any random numbers.
+            return nn.Dropout(rate, broadcast_dims=batch_dims, deterministic=not train)(x)
+
+        x = dropout(self.input_dropout, observations)
+        for width in self.torso:
+            x = nn.relu(nn.Dense(width, kernel_init=nn.initializers.xavier_uniform())(x))
+            x = dropout(self.hidden_dropout, x)
+        for layer, width in enumerate([*self.head, self.action_dim]):
+            # The first layer of all heads reads the same x, so it is one plain matmul; the others are batched over k.
+            first, fan_in, heads = layer == 0, x.shape[-1], self.num_actions
+            xavier = nn.initializers.variance_scaling(
+                1.0, "fan_avg", "uniform", in_axis=0 if first else 1, out_axis=2, batch_axis=1 if first else 0
+            )
+            shape = (fan_in, heads, width) if first else (heads, fan_in, width)
+            kernel = self.param(f"head_{layer}_kernel", xavier, shape)
+            bias = self.param(f"head_{layer}_bias", nn.initializers.zeros, (heads, width))
+            x = jnp.einsum("...i,iko->...ko" if first else "...ki,kio->...ko", x, kernel) + bias
+            if layer < len(self.head):
+                x = dropout(self.hidden_dropout, nn.relu(x))
+        return x
+
+
+class FixedCandidates(nn.Module):
+    """The K-means ablation: the same K actions in every state."""
+
+    num_actions: int
+    action_dim: int
+
+    @nn.compact
+    def __call__(self, observations: jax.Array, train: bool = False) -> jax.Array:
+        actions = self.param("actions", nn.initializers.zeros, (self.num_actions, self.action_dim))
+        return jnp.broadcast_to(actions, (*observations.shape[:-1], *actions.shape))
+
+
+def bang_bang_actions(values: int, action_dim: int) -> np.ndarray:
+    """The baselines' mesh: every combination of evenly spaced values from -1 to 1. (values^action_dim, action_dim)."""
+    return np.array(list(itertools.product(np.linspace(-1, 1, values), repeat=action_dim)), np.float32)
+
+
+def elu(x: jax.Array) -> jax.Array:
+    """nn.elu with exp in place of expm1, which takes twice as long on a CPU."""
+    return jnp.where(x > 0, x, jnp.exp(jnp.minimum(x, 0.0)) - 1.0)
+
+
+class QNetwork(nn.Module):
+    """(..., obs) -> (..., K): Acme's LayerNorm MLP, which the paper names."""
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, observations: jax.Array) -> jax.Array:
+        init = nn.initializers.variance_scaling(1 / 3, "fan_out", "uniform")
+        x = nn.tanh(nn.LayerNorm()(nn.Dense(512, kernel_init=init)(observations)))
+        x = elu(nn.Dense(512, kernel_init=init)(x))
+        x = elu(nn.Dense(256, kernel_init=init)(x))
+        return nn.Dense(self.num_actions, kernel_init=init)(x)
+
+
+# ----------------------------------------------------------------------------------------- losses and targets
+
+
+def soft_min_loss(candidates: jax.Array, actions: jax.Array, temperature: float) -> jax.Array:
+    """Equation 1 in the form f_T of appendix B. candidates (B, K, D), actions (B, D)."""
+    distances = jnp.sum((candidates - actions[:, None, :]) ** 2, axis=-1)  # (B, K)
+    log_mean = jax.nn.logsumexp(-distances / temperature, axis=-1) - jnp.log(candidates.shape[1])
+    return jnp.mean(-temperature * log_mean)
+
+
+def nearest_candidate(candidates: jax.Array, actions: jax.Array) -> jax.Array:
+    """Index of the candidate with the smallest Euclidean distance. (..., K, D), (..., D) -> (...)."""
+    return jnp.argmin(jnp.sum((candidates - actions[..., None, :]) ** 2, axis=-1), axis=-1)
+
+
+def munchausen_target(
+    q_target_s: jax.Array,  # (B, K) target network at s
+    q_target_next: jax.Array,  # (B, K) target network at the bootstrap state
+    action: jax.Array,  # (B,)
+    reward: jax.Array,  # (B,) n-step return
+    discount: jax.Array,  # (B,) gamma^n, 0 after a termination
+    tau: float,
+    alpha: float,
+    clip: float,
+) -> jax.Array:
+    """Munchausen DQN (Vieillard et al. 2020): r + alpha [tau log pi(a|s)] + discount * soft value of the next state."""
+    log_policy = jnp.take_along_axis(jax.nn.log_softmax(q_target_s / tau), action[:, None], axis=1)[:, 0]
+    soft_value = tau * jax.nn.logsumexp(q_target_next / tau, axis=1)  # = sum_a pi (q - tau log pi)
+    return reward + alpha * jnp.clip(tau * log_policy, clip, 0.0) + discount * soft_value
+
+
+def n_step_returns(
+    rewards: jax.Array, terminations: jax.Array, ends: jax.Array, gamma: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Windows of n consecutive steps (..., n) -> return, offset of the last step used, discount of the bootstrap.
+
+    A window stops at the first end of an episode. A termination does not bootstrap (discount 0); a truncation does,
+    from the observation after the last step used.
+    """
+    n = rewards.shape[-1]
+    ended_before = jnp.cumsum(ends, axis=-1) - ends > 0
+    used = 1.0 - ended_before
+    returns = jnp.sum(rewards * used * gamma ** jnp.arange(n), axis=-1)
+    last = jnp.sum(used, axis=-1).astype(jnp.int32) - 1
+    terminated = jnp.take_along_axis(terminations, last[..., None], axis=-1)[..., 0]
+    return returns, last, gamma ** (last + 1.0) * (1.0 - terminated)
+
+
+# ----------------------------------------------------------------------------------------------------- replay
+
+
+class Replay(NamedTuple):
+    """A ring of transitions on the device. A row: observation | next observation | index, reward, terminated, ended."""
+
+    rows: jax.Array  # (capacity, 2 * obs + 4) float32
+    count: jax.Array  # transitions ever stored; the newest is row (count - 1) % capacity
+
+
+class Batch(NamedTuple):
+    observations: jax.Array  # (B, obs)
+    actions: jax.Array  # (B,) candidate indices
+    returns: jax.Array  # (B,) n-step
+    next_observations: jax.Array  # (B, obs) the bootstrap state
+    discounts: jax.Array  # (B,)
+
+
+def pack_rows(observations, next_observations, indices, rewards, terminations, ends) -> np.ndarray:
+    """One transition (or many) as rows of a replay."""
+    scalars = np.stack([indices, rewards, terminations, ends], axis=-1)
+    return np.concatenate([observations, next_observations, scalars], axis=-1, dtype=np.float32, casting="same_kind")
+
+
+def store(replay: Replay, rows: jax.Array) -> Replay:
+    where = (replay.count + jnp.arange(len(rows))) % len(replay.rows)
+    return Replay(replay.rows.at[where].set(rows), replay.count + len(rows))
+
+
+def sample(replay: Replay, key: jax.Array, batch_size: int, n_step: int, gamma: float) -> Batch:
+    """Uniform over stored transitions; a window that meets the newest one stops there, as at an episode's end."""
+    capacity, obs_dim = len(replay.rows), (replay.rows.shape[1] - 4) // 2
+    first = jax.random.randint(key, (batch_size,), 0, jnp.minimum(replay.count, capacity))
+    offsets = jnp.arange(n_step)
+    windows = replay.rows[(first[:, None] + offsets) % capacity]  # (B, n, row)
+    steps_to_newest = (replay.count - 1 - first) % capacity
+    rewards, terminations, ends = jnp.moveaxis(windows[..., -3:], -1, 0)  # (B, n) each
+    ends = jnp.maximum(ends, offsets == steps_to_newest[:, None])
+    returns, last, discounts = n_step_returns(rewards, terminations, ends, gamma)
+    next_observations = windows[jnp.arange(batch_size), last, obs_dim : 2 * obs_dim]
+    indices = windows[:, 0, -4].astype(jnp.int32)
+    return Batch(windows[:, 0, :obs_dim], indices, returns, next_observations, discounts)
+
+
+# ---------------------------------------------------------------------------------------------------- updates
+
+
+class CandidateState(NamedTuple):
+    params: Any
+    opt_state: Any
+    key: jax.Array
+
+
+class AgentState(NamedTuple):
+    params: Any
+    target_params: Any
+    opt_state: Any
+    updates: jax.Array
+    key: jax.Array
+
+
+def make_candidate_network(args: Args, action_dim: int) -> nn.Module:
+    if args.candidates == "kmeans":
+        return FixedCandidates(args.num_actions, action_dim)
+    return CandidateNetwork(
+        args.num_actions, action_dim, input_dropout=args.input_dropout, hidden_dropout=args.hidden_dropout
+    )
+
+
+def make_candidate_update(network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
+    """`steps` gradient steps on equation 1 in one call; returns the mean loss."""
+
+    def loss_fn(params: Any, observations: jax.Array, actions: jax.Array, key: jax.Array) -> jax.Array:
+        candidates = network.apply(params, observations, train=True, rngs={"dropout": key})
+        return soft_min_loss(candidates, actions, args.temperature)
+
+    def update(state: CandidateState, observations: jax.Array, actions: jax.Array, steps: int):
+        def step(state: CandidateState, _: None) -> tuple[CandidateState, jax.Array]:
+            key, batch_key, dropout_key = jax.random.split(state.key, 3)
+            batch = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, observations[batch], actions[batch], dropout_key)
+            updates, opt_state = optimizer.update(grads, state.opt_state)
+            return CandidateState(optax.apply_updates(state.params, updates), opt_state, key), loss
+
+        state, losses = jax.lax.scan(step, state, None, length=steps)
+        return state, jnp.mean(losses)
+
+    return jax.jit(update, static_argnums=3, donate_argnums=0)
+
+
+def make_munchausen_update(network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
+    """UPDATE_BLOCK Q-network updates in one call, from the agent's own replay only: play has no rewards."""
+
+    def targets(state: AgentState, batch: Batch) -> jax.Array:
+        both = jnp.concatenate([batch.observations, batch.next_observations])
+        q_s, q_next = jnp.split(network.apply(state.target_params, both), 2)
+        tau, alpha, clip = args.munchausen_tau, args.munchausen_alpha, args.munchausen_clip
+        return munchausen_target(q_s, q_next, batch.actions, batch.returns, batch.discounts, tau, alpha, clip)
+
+    def loss_fn(params: Any, batch: Batch, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q = jnp.take_along_axis(network.apply(params, batch.observations), batch.actions[:, None], axis=1)[:, 0]
+        return jnp.mean(optax.huber_loss(q, target)), jnp.mean(q)
+
+    def update(state: AgentState, replay: Replay) -> tuple[AgentState, jax.Array]:
+        def step(state: AgentState, _: None) -> tuple[AgentState, jax.Array]:
+            key, batch_key = jax.random.split(state.key)
+            batch = sample(replay, batch_key, args.batch_size, args.n_step, args.gamma)
+            (loss, q), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch, targets(state, batch))
+            updates, opt_state = optimizer.update(grads, state.opt_state)
+            params, count = optax.apply_updates(state.params, updates), state.updates + 1
+            target_params = optax.periodic_update(params, state.target_params, count, args.target_update_period)
+            return AgentState(params, target_params, opt_state, count, key), jnp.stack([loss, q])
+
+        state, metrics = jax.lax.scan(step, state, None, length=UPDATE_BLOCK)
+        return state, jnp.mean(metrics, axis=0)
+
+    return jax.jit(update, donate_argnums=0)
+
+
+def make_policy(q_network: nn.Module, candidate_network: nn.Module, box: gym.spaces.Box) -> Callable:
+    """Epsilon-greedy, for one observation or a batch. Actions and indices come back in one array: one transfer."""
+
+    def policy(q_params: Any, candidate_params: Any, observations: jax.Array, key: jax.Array, epsilon: float):
+        key, coin_key, index_key = jax.random.split(key, 3)
+        greedy = jnp.argmax(q_network.apply(q_params, observations), axis=-1)
+        explore = jax.random.uniform(coin_key, greedy.shape) < epsilon
+        index = jnp.where(explore, jax.random.randint(index_key, greedy.shape, 0, q_network.num_actions), greedy)
+        candidates = candidate_network.apply(candidate_params, observations)  # (..., K, D)
+        actions = jnp.take_along_axis(candidates, index[..., None, None], axis=-2)[..., 0, :]
+        actions = jnp.clip(actions, box.low, box.high)
+        return jnp.concatenate([actions, index[..., None].astype(jnp.float32)], axis=-1), key
+
+    return jax.jit(policy, static_argnames="epsilon")
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+
+class Evaluation(NamedTuple):
+    returns: np.ndarray  # (episodes,)
+    lengths: np.ndarray
+    successes: np.ndarray  # goal reached at any step; NaN where the environment does not report it
+    frames: list[np.ndarray]  # pictures of the environments made for rendering, episode after episode
+
+
+def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evaluation:
+    """One episode in each environment, side by side, with one policy call per step for all of them."""
+    observations = np.stack([env.reset(seed=EVALUATION_SEED + i)[0] for i, env in enumerate(envs)]).astype(np.float32)
+    returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), int)
+    successes, running = np.full(len(envs), np.nan), np.ones(len(envs), bool)
+    frames: list[list[np.ndarray]] = [[] for _ in envs]
+    while running.any():
+        actions = np.asarray(policy(observations))
+        for i in np.flatnonzero(running):
+            observation, reward, terminated, truncated, info = envs[i].step(actions[i])
+            observations[i] = observation
+            returns[i] += reward
+            lengths[i] += 1
+            if "success" in info:
+                successes[i] = np.nanmax([successes[i], bool(info["success"])])
+            if envs[i].render_mode == "rgb_array":
+                frames[i].append(render(envs[i]))
+            running[i] = not (terminated or truncated)
+    return Evaluation(returns, lengths, successes, sum(frames, []))
+
+
+def render(env: gym.Env) -> np.ndarray:
+    with explained("cannot render; install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"):
+        return env.render()
+
+
+def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
+    import imageio.v2 as imageio
+
+    path.parent.mkdir(exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX does not like the fork that starts ffmpeg
+        imageio.mimwrite(path, frames, fps=fps, macro_block_size=8, quality=7)
+
+
+def wilson_interval(successes: np.ndarray, z: float = 1.96) -> tuple[float, float]:
+    """95 percent confidence interval of a success rate."""
+    n, p = len(successes), float(np.mean(successes))
+    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
+
+
+def candidate_picture(candidates: np.ndarray, actions: np.ndarray, steps: Sequence[int], box: Any) -> np.ndarray:
+    """Appendix C, a panel per step: action dimension on x, value on y, one colour per candidate, the demonstration's
+    action in black. candidates (P, K, D), actions (P, D)."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    columns = min(len(steps), 3)
+    rows = -(-len(steps) // columns)
+    figure = Figure(figsize=(3 + 4 * columns, 1 + 3 * rows), dpi=80, layout="constrained")
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    colours = matplotlib.colormaps["turbo"](np.linspace(0, 1, candidates.shape[1]))
+    for panel, (axis, step) in enumerate(zip(axes.flat, steps)):
+        for k, candidate in enumerate(candidates[panel]):
+            axis.plot(candidate, "o-", color=colours[k], lw=1, ms=3, alpha=0.8, label=f"candidate {k}")
+        axis.plot(actions[panel], "o-", color="black", lw=1.5, ms=4, label="demonstrated")
+        limits = (float(box.low.min()) - 0.3, float(box.high.max()) + 0.3)
+        axis.set(title=f"step {step}", xlabel="action dimension", ylabel="value", ylim=limits)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="rgba")
+    width, height = figure.canvas.get_width_height()
+    return np.frombuffer(picture.getvalue(), np.uint8).reshape(height, width, 4)[..., :3]
+
+
+# -------------------------------------------------------------------------------------------------- run folder
+
+
+def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
+    """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON only, never a pickle."""
+    arrays = {f"leaf_{i:03d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    unfinished = path.with_suffix(".partial")
+    with unfinished.open("wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
+    """The inverse of save_arrays, for a tree of the template's structure, shapes and types."""
+    leaves, structure = jax.tree.flatten(template)
+    require(path.exists(), f"{path} does not exist: name a run folder that has it")
+    with explained(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+        arrays = [file[f"leaf_{i:03d}"] for i in range(len(leaves))]
+        meta = json.loads(file["meta"].tobytes())
+    for array, leaf in zip(arrays, leaves):
+        wrong = f"{path} holds {array.dtype}{array.shape} where {leaf.dtype}{leaf.shape} is needed"
+        require(array.shape == leaf.shape and array.dtype == leaf.dtype, wrong)
+    return jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]), meta
+
+
+def make_run_folder(args: Args, warning: str | None) -> Path:
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
+    with explained(f"cannot make the run folder {run}"):
+        run.mkdir(parents=True)
+    (run / "args.json").write_text(json.dumps({**dataclasses.asdict(args), "warning": warning}, indent=2))
+    return run
+
+
+def load_args(run: Path) -> Args:
+    with explained(f"{run} is not a run folder of this script"):
+        saved = json.loads((run / "args.json").read_text())
+        return Args(**{field.name: saved[field.name] for field in dataclasses.fields(Args)})
+
+
+def load_candidates(run: Path, network: nn.Module, obs_dim: int) -> Any:
+    template = jax.eval_shape(network.init, jax.random.PRNGKey(0), jnp.zeros(obs_dim))
+    return load_arrays(run / "candidates.npz", template)[0]
+
+
+def append_rows(path: Path, rows: list[np.ndarray]) -> None:
+    """The replay on disk: every transition in order, so that a checkpoint writes only what is new."""
+    with path.open("ab") as file:
+        file.write(b"".join(row.tobytes() for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def restore_rows(path: Path, count: int, row_size: int) -> np.ndarray:
+    """The first `count` rows; what an interrupted run appended after its last whole checkpoint is cut off."""
+    size = count * row_size * 4
+    whole = path.exists() and path.stat().st_size >= size
+    require(whole, f"{path} is shorter than its checkpoint says: this run cannot be resumed")
+    os.truncate(path, size)
+    return np.memmap(path, np.float32, "r", shape=(count, row_size))
+
+
+def write_evaluation(path: Path, step: int, result: Evaluation, log: Any) -> None:
+    """evaluations.csv and TensorBoard. Rows from this step on are what an interrupted run had written: replaced."""
+    means = [float(np.mean(x)) for x in (result.successes, result.returns, result.lengths)]
+    for tag, mean in zip(("success_rate", "episodic_return", "episodic_length"), means):
+        if math.isfinite(mean):  # an environment need not report success
+            log.add_scalar(f"eval/{tag}", mean, step)
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    kept = [line for line in lines if int(line.split(",")[0]) < step]
+    row = ",".join(map(str, [step, *means, len(result.returns)]))
+    header = "step,success_rate,episodic_return,episodic_length,episodes"
+    path.with_suffix(".partial").write_text("\n".join([header, *kept, row]) + "\n")
+    path.with_suffix(".partial").replace(path)
+
+
+def catch_signals() -> list[int]:
+    """Ctrl-C and SIGTERM end up in this list and ask for a stop at the next checkpoint; a second one stops at once."""
+    asked: list[int] = []
+
+    def handle(number: int, _: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        print("\nstopping at the next checkpoint; once more to stop at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGTERM, handle)
+    return asked
+
+
+def exit_if_asked(signals: list[int], run: Path) -> None:
+    if signals:
+        print(f"\nstopped; continue with: python {Path(__file__).name} --resume {run}", file=sys.stderr)
+        sys.exit(128 + signals[0])
+
+
+def make_log(args: Args, run: Path, warning: str | None) -> Any:
+    """The TensorBoard writer. What a resumed run logs again, TensorBoard itself replaces."""
+    from tensorboardX import SummaryWriter
+
+    if args.track:
+        with explained("--track needs Weights & Biases (pip install wandb)"):
+            import wandb
+        wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
+    log = SummaryWriter(str(run))
+    table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+    log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
+    if warning:
+        log.add_text("warning", warning)
+        print("\n".join(["!" * 100, warning, "!" * 100]), file=sys.stderr)
+    return log
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstrations, log: Any, signals: list) -> Any:
+    """The first stage: the parameters of the candidates, trained or otherwise had, and kept in candidates.npz."""
+    path, unfinished = run / "candidates.npz", run / "candidates_training.npz"
+    if path.exists():
+        return load_candidates(run, network, demos.observations.shape[1])
+    key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 0))
+    params = network.init(init_key, demos.observations[:1])
+    if args.candidates_from:
+        params = load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
+    elif args.candidates == "kmeans":
+        from scipy.cluster.vq import kmeans2
+
+        centres, _ = kmeans2(demos.actions, args.num_actions, iter=100, minit="++", rng=args.seed)
+        params = {"params": {"actions": jnp.asarray(centres)}}
+    elif args.candidates == "learned":
+        optimizer = optax.adam(args.candidate_learning_rate)
+        state, step = CandidateState(params, optimizer.init(params), key), 0
+        if unfinished.exists():
+            state, meta = load_arrays(unfinished, state)
+            step = meta["step"]
+        update = make_candidate_update(network, optimizer, args)
+        observations, actions = jnp.asarray(demos.observations), jnp.asarray(demos.actions)
+        progress = tqdm(desc="candidates", total=args.candidate_steps, initial=step, unit="step", disable=args.quiet)
+        while step < args.candidate_steps:
+            block = min(CANDIDATE_BLOCK, args.candidate_steps - step)
+            state, loss = update(state, observations, actions, block)
+            step += block
+            if not np.isfinite(loss):
+                sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
+            log.add_scalar("candidates/loss", float(loss), step)
+            progress.set_postfix(loss=f"{loss:.5f}", refresh=False)
+            progress.update(block)
+            if step % (20 * CANDIDATE_BLOCK) == 0 or signals:
+                save_arrays(unfinished, state, step=step)
+                exit_if_asked(signals, run)
+        progress.close()
+        params = state.params
+    save_arrays(path, params)
+    unfinished.unlink(missing_ok=True)
+    return params
+
+
+def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
+    """Every demonstrated action as the index of its nearest candidate, computed once; and a report on how near."""
+
+    @jax.jit
+    def nearest(observations: jax.Array, actions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        candidates = network.apply(params, observations)
+        index = nearest_candidate(candidates, actions)
+        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
+
+    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory of (chunk, K, D)
+    pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
+    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
+    log.add_scalar("candidates/nearest_distance", float(distances.mean()), 0)
+    log.add_histogram("candidates/usage", indices, 0, bins=np.arange(args.num_actions + 1) - 0.5)
+    return indices
+
+
+def picture_candidates(
+    args: Args, run: Path, network: nn.Module, params: Any, demos: Demonstrations, box: Any, log: Any
+) -> None:
+    """The candidates along the first demonstration (appendix C), as a picture and with --capture-video as a video."""
+    import imageio.v2 as imageio
+
+    length = int(np.argmax(demos.ends)) + 1
+    candidates, actions = np.asarray(network.apply(params, demos.observations[:length])), demos.actions[:length]
+    steps = np.unique(np.linspace(0, length - 1, 6).astype(int))
+    picture = candidate_picture(candidates[steps], actions[steps], steps, box)
+    imageio.imwrite(run / "candidates.png", picture)
+    log.add_image("candidates/along_a_demonstration", picture, 0, dataformats="HWC")
+    if args.capture_video:
+        frames = [candidate_picture(candidates[[t]], actions[[t]], [t], box) for t in range(length)]
+        write_video(run / "videos" / "candidates.mp4", frames, fps=25)
+
+
+def fingerprint(args: Args, demos: Demonstrations) -> str:
+    """Of all that trained candidates depend on: the play and the settings."""
+    names = (
+        "num_actions temperature candidate_steps candidate_learning_rate input_dropout hidden_dropout batch_size seed"
+    )
+    digest = hashlib.sha256(json.dumps([getattr(args, name) for name in names.split()]).encode())
+    digest.update(demos.observations.tobytes())
+    digest.update(demos.actions.tobytes())
+    return digest.hexdigest()
+
+
+def find_candidates(mark: str) -> str | None:
+    """A run folder here whose candidates were trained on the same play with the same settings."""
+    for path in sorted(Path("runs").glob("*/candidates.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if json.loads(path.read_text())["fingerprint"] == mark and (path.parent / "candidates.npz").exists():
+                return str(path.parent)
+    return None
+
+
+def train_play_agent(
+    args: Args, run: Path, env: gym.Env, network: nn.Module, candidate_params: Any, log: Any, signals: list
+) -> Evaluation:
+    """The second stage: epsilon-greedy steps in blocks, then as many updates in one call. The last evaluation."""
+    obs_dim, row_size = env.observation_space.shape[0], 2 * env.observation_space.shape[0] + 4
+    q_network, optimizer = QNetwork(args.num_actions), optax.adam(args.learning_rate)
+    key, act_key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 1), 3)
+    params = q_network.init(init_key, jnp.zeros(obs_dim))
+    agent = AgentState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.zeros((), jnp.int32), key)
+    capacity = min(args.buffer_size, -(-args.total_timesteps // UPDATE_BLOCK) * UPDATE_BLOCK)
+    rows, step, block = np.zeros((capacity, row_size), np.float32), 0, []  # block: steps not yet in the replay
+    env.reset(seed=args.seed)
+    if (run / "state.npz").exists():
+        (agent, act_key), meta = load_arrays(run / "state.npz", (agent, act_key))
+        env.unwrapped.np_random.bit_generator.state, step = meta["env_generator"], meta["step"]
+        past, stored = restore_rows(run / "replay.f32", step, row_size), step - step % UPDATE_BLOCK
+        kept = np.arange(max(0, stored - capacity), stored)
+        rows[kept % capacity], block = past[kept], list(np.array(past[stored:]))
+    else:
+        (run / "replay.f32").unlink(missing_ok=True)  # of a run that was killed before its first checkpoint was whole
+    replay = Replay(jnp.asarray(rows), jnp.asarray(step - len(block), jnp.int32))
+    del rows
+    policy = make_policy(q_network, network, env.action_space)
+    learn, store_rows = make_munchausen_update(q_network, optimizer, args), jax.jit(store, donate_argnums=0)
+    rewards, video = args.robodesk_rewards, args.capture_video
+    eval_envs = [make_desk(args.task, rewards, video and i == 0) for i in range(args.eval_episodes)]
+    progress = tqdm(desc=args.task, total=args.total_timesteps, initial=step, unit="step", disable=args.quiet)
+    unsaved, saved_step, logged_step, logged_time = [], step, step, time.perf_counter()
+    observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
+
+    def greedy(observations: np.ndarray) -> jax.Array:
+        return policy(agent.params, candidate_params, observations, act_key, epsilon=0.0)[0][:, :-1]
+
+    while True:
+        if step % args.eval_every == 0 or step >= args.total_timesteps:
+            result = evaluate(greedy, eval_envs)
+            save_arrays(run / "agent.npz", agent.params, step=step)
+            write_evaluation(run / "evaluations.csv", step, result, log)
+            summary = {"return": result.returns.mean(), "success": result.successes.mean()}
+            progress.set_postfix({name: f"{value:.2f}" for name, value in summary.items()}, refresh=False)
+            if result.frames:
+                write_video(run / "videos" / f"step_{step}.mp4", result.frames, env.metadata["render_fps"])
+        if step >= args.total_timesteps:
+            break
+        packed, act_key = policy(agent.params, candidate_params, observation, act_key, epsilon=args.epsilon)
+        packed = np.asarray(packed)  # the action, then its index
+        next_observation, reward, terminated, truncated, info = env.step(packed[:-1])
+        row = pack_rows(observation, next_observation, packed[-1], reward, terminated, terminated or truncated)
+        block.append(row)
+        unsaved.append(row)
+        observation, step = np.asarray(next_observation, np.float32), step + 1
+        episode_return, episode_length = episode_return + reward, episode_length + 1
+        success = max(success, float(info["success"]))
+        if len(block) == UPDATE_BLOCK:
+            replay, block = store_rows(replay, np.stack(block)), []
+            progress.update(UPDATE_BLOCK)
+            if step > args.learning_starts:
+                agent, metrics = learn(agent, replay)
+                loss, q_value = np.asarray(metrics)
+                if not np.isfinite(loss):
+                    sys.exit(f"error: the Q-loss is {loss} at step {step}; the last good checkpoint is in {run}")
+                if step - logged_step >= 1000:
+                    log.add_scalar("losses/q_loss", loss, step)
+                    log.add_scalar("losses/q_value", q_value, step)
+                    log.add_scalar("charts/SPS", (step - logged_step) / (time.perf_counter() - logged_time), step)
+                    logged_step, logged_time = step, time.perf_counter()
+        if terminated or truncated:
+            log.add_scalar("charts/episodic_return", episode_return, step)
+            log.add_scalar("charts/episodic_length", episode_length, step)
+            log.add_scalar("charts/success", success, step)
+            # An environment can be restored between two episodes only, so save before one more passes the limit.
+            if step + episode_length > saved_step + args.checkpoint_every or signals:
+                append_rows(run / "replay.f32", unsaved)
+                generator = env.unwrapped.np_random.bit_generator.state
+                save_arrays(run / "state.npz", (agent, act_key), step=step, env_generator=generator)
+                unsaved, saved_step = [], step
+                exit_if_asked(signals, run)
+            observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
+    progress.close()
+    for eval_env in eval_envs:
+        eval_env.close()
+    return result
+
+
+def make_candidates(args: Args, run: Path, demos: Demonstrations | None, box: Any, log: Any, signals: list) -> tuple:
+    """The first stage: network and parameters of the candidates, learned from play or a fixed mesh."""
+    if args.discretization in MESHES:
+        params = {"params": {"actions": jnp.asarray(bang_bang_actions(MESHES[args.discretization], len(box.low)))}}
+        save_arrays(run / "candidates.npz", params)
+        return FixedCandidates(args.num_actions, len(box.low)), params
+    network = make_candidate_network(args, len(box.low))
+    params = train_candidates(args, run, network, demos, log, signals)
+    (run / "candidates.json").write_text(json.dumps({"fingerprint": fingerprint(args, demos)}))
+    excerpt = Demonstrations(*(array[:500] for array in demos))._replace(ends=np.arange(500) == 499)
+    discretise(args, network, params, excerpt, log)
+    picture_candidates(args, run, network, params, excerpt, box, log)
+    return network, params
+
+
+def load_play(args: Args, env: gym.Env) -> Demonstrations:
+    """The play data, without rewards; the default set is recorded if it is not there yet."""
+    import minari
+
+    if args.dataset_id is None:
+        args.dataset_id = PLAY
+        try:
+            minari.load_dataset(PLAY)
+        except FileNotFoundError:
+            print(f"there is no play yet: recording {PLAY}, once", file=sys.stderr)
+            collect(CollectArgs(quiet=args.quiet))
+        except Exception:
+            pass  # load_demonstrations says what is wrong with it
+    return load_demonstrations(args.dataset_id, env, sparse=False, num_demos=args.num_demos)
+
+
+def train(args: Args) -> tuple[Path, Evaluation]:
+    """Whatever can be wrong with the input is found before the run folder is made."""
+    check_play_args(args)
+    env = make_desk(args.task, args.robodesk_rewards)
+    box, demos = env.action_space, None
+    if args.discretization in MESHES:
+        args.num_actions, args.exp_name = (
+            MESHES[args.discretization] ** len(box.low),
+            args.exp_name or args.discretization,
+        )
+    else:
+        demos, args.exp_name = load_play(args, env), args.exp_name or "aquaplay"
+        if args.candidates_from is None and not args.resume:
+            args.candidates_from = find_candidates(fingerprint(args, demos))
+            if args.candidates_from and not args.quiet:
+                print(f"candidates: the same play and settings were trained before, reusing {args.candidates_from}")
+        if args.candidates_from:
+            load_candidates(
+                Path(args.candidates_from), make_candidate_network(args, len(box.low)), len(demos.observations[0])
+            )
+    signals = catch_signals()
+    run = Path(args.resume) if args.resume else make_run_folder(args, None)
+    log = make_log(args, run, None)
+    network, params = make_candidates(args, run, demos, box, log, signals)
+    result = train_play_agent(args, run, env, network, params, log, signals)
+    log.close()
+    if not args.quiet:
+        print(f"done; evaluate with: python {Path(__file__).name} --evaluate {run}")
+    return run, result
+
+
+def train_all(args: Args) -> None:
+    """The nine base tasks one after the other, then the table of their last evaluations."""
+    rows = []
+    for task in Desk.BASE_TASKS:
+        run, result = train(dataclasses.replace(args, task=task))
+        rows.append(f"| {task} | {result.returns.mean():.1f} | {result.successes.mean():.2f} | {run} |")
+    print("\n".join(["| task | return | success | run |", "|---|---|---|---|", *rows]))
+
+
+def evaluate_play_run(args: Args) -> None:
+    """Prints mean return and success of a run's latest evaluated agent, with 95 percent confidence intervals."""
+    check_play_args(args)
+    run = Path(args.evaluate)
+    saved = load_args(run)
+    rewards, video = saved.robodesk_rewards, args.capture_video
+    envs = [make_desk(saved.task, rewards, video and i < 3) for i in range(args.eval_episodes)]
+    obs_dim, box = envs[0].observation_space.shape[0], envs[0].action_space
+    fixed = saved.discretization in MESHES
+    network = FixedCandidates(saved.num_actions, len(box.low)) if fixed else make_candidate_network(saved, len(box.low))
+    candidate_params, q_network = load_candidates(run, network, obs_dim), QNetwork(saved.num_actions)
+    template = jax.eval_shape(q_network.init, jax.random.PRNGKey(0), jnp.zeros(obs_dim))
+    q_params, meta = load_arrays(run / "agent.npz", template)
+    policy, key = make_policy(q_network, network, box), jax.random.PRNGKey(0)
+    result = evaluate(lambda x: policy(q_params, candidate_params, x, key, epsilon=0.0)[0][:, :-1], envs)
+    print(f"{run}, step {meta['step']}, {len(envs)} episodes")
+    half = 1.96 * result.returns.std(ddof=1) / math.sqrt(len(envs)) if len(envs) > 1 else math.nan
+    print(f"return  {result.returns.mean():.3f} +- {half:.3f}")
+    print("success {:.3f} ({:.3f} to {:.3f})".format(result.successes.mean(), *wilson_interval(result.successes)))
+    if result.frames:
+        path = run / "videos" / f"evaluation_{meta['step']}.mp4"
+        write_video(path, result.frames, envs[0].metadata["render_fps"])
+        print(f"video   {path}")
+    for env in envs:
+        env.close()
+
+
+def resumed_args(args: Args) -> Args:
+    """The run's own arguments; only what does not change the learning may be given anew."""
+    saved = load_args(Path(args.resume))
+    changed = tyro.cli(Args, default=dataclasses.replace(saved, resume=args.resume))
+    free = {"resume", "total_timesteps", "eval_every", "checkpoint_every", "capture_video", "track", "quiet"}
+    for field in dataclasses.fields(Args):
+        same = field.name in free or getattr(changed, field.name) == getattr(saved, field.name)
+        require(same, f"--{field.name.replace('_', '-')} cannot be changed by --resume: start a new run")
+    return changed
+
+
+def main() -> None:
+    try:
+        if sys.argv[1:2] == ["collect"]:
+            collect(tyro.cli(CollectArgs, args=sys.argv[2:], prog=f"{Path(__file__).name} collect"))
+            return
+        args = tyro.cli(Args, description=__doc__)
+        if args.evaluate:
+            evaluate_play_run(args)
+        elif args.task == "all" and not args.resume:
+            train_all(args)
+        else:
+            train(resumed_args(args) if args.resume else args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
