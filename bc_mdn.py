@@ -20,8 +20,8 @@ The second loss of the MDN, as written, trains the logits through exp(-d / T), d
 from the action. Measured on all 6729 steps of the human Door demonstrations with K = 10, T = 0.001, float32: with
 untrained candidates the nearest is at d = 8.2 (median) and the gradient of the logits is exactly 0 at every step; with
 those of a trained MDN (60k steps, seeds 1 to 3) d = 0.11 to 0.13, the gradient is exactly 0 at 94 to 98 percent of the
-steps and its mean norm below 1e-7. The negative log-likelihood of the same mixture, computed in logarithms, gives a mean
-norm of 0.95 (untrained, with equal logits) and of 0.44 to 0.53 (trained). So `--logits-loss nll` is the default.
+steps and its mean norm below 1e-7. The negative log-likelihood of the same mixture, computed in logarithms, gives a
+mean norm of 0.95 (untrained, with equal logits) and of 0.44 to 0.53 (trained). So `--logits-loss nll` is the default.
 
 Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
 "Continuous Control with Action Quantization from Demonstrations", ICML 2022.
