@@ -135,15 +135,26 @@ def against_the_peak(
     return float(np.median(peaks)), measured
 
 
-def env_step(env: gym.Env, steps: int = 1000) -> float:
+def record_actions(env: gym.Env, act: Callable[[np.ndarray], np.ndarray], steps: int = 1000) -> list[np.ndarray]:
+    """What the policy does from the first reset on: contacts, and so the time of a step, depend on the actions."""
+    actions, observation = [], env.reset(seed=0)[0]
+    for _ in range(steps):
+        actions.append(act(np.asarray(observation, np.float32)))
+        observation, _, terminated, truncated, _ = env.step(actions[-1])
+        if terminated or truncated:
+            observation = env.reset()[0]
+    return actions
+
+
+def env_step(env: gym.Env, actions: list[np.ndarray]) -> float:
+    """Milliseconds of a step, resets included, on the recorded way."""
     env.reset(seed=0)
-    actions = np.random.default_rng(0).uniform(-0.1, 0.1, (steps, *env.action_space.shape)).astype(np.float32)
     start = time.perf_counter()
     for action in actions:
         _, _, terminated, truncated, _ = env.step(action)
         if terminated or truncated:
             env.reset()
-    return 1e3 * (time.perf_counter() - start) / steps
+    return 1e3 * (time.perf_counter() - start) / len(actions)
 
 
 def update_gflop(args: aquadqn.Args, obs_dim: int) -> float:
@@ -219,12 +230,15 @@ def main() -> None:
         kept[0], metrics = learn(kept[0], replay, demos)
         return metrics
 
-    def act() -> np.ndarray:
+    def act(observation: np.ndarray) -> np.ndarray:
         return np.asarray(policy(q_params, params, observation, key, epsilon=0.1)[0])
+
+    actions_taken = record_actions(env, lambda observation: act(observation)[:-1])
 
     def parts() -> np.ndarray:
         """Milliseconds of an environment step, a policy call and an update."""
-        return np.array([env_step(env), milliseconds(act, 300), milliseconds(update, 20, UPDATE_BLOCK)])
+        policy_ms = milliseconds(lambda: act(observation), 300)
+        return np.array([env_step(env, actions_taken), policy_ms, milliseconds(update, 20, UPDATE_BLOCK)])
 
     gflop = update_gflop(args, obs_dim)
     products = make_products_alone(obs_dim, args.num_actions, args.batch_size)
