@@ -7,6 +7,7 @@ Both get the same random data, network (512 LayerNorm tanh, 512 elu, 256 elu, K)
 network every 100 steps; a step is the drawing of a batch and one update with Adam. Ours takes 3-step transitions and
 Munchausen DQN's target, d3rlpy 1-step transitions and double DQN's, with one pass more of the online network. The two
 take turns, so that whatever else the machine does falls on both; the threads are those that this process may use.
+PyTorch is d3rlpy's: it is imported in the child process only, from that environment, and is no dependency of ours.
 """
 
 import os
