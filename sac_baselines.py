@@ -2,8 +2,8 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "gymnasium[mujoco]==1.4.0", "gymnasium-robotics==1.4.2",
-#   "mujoco==3.17.0", "minari[hdf5,hf]==0.5.4", "ott-jax==0.6.0", "tyro", "tensorboard", "tensorboardX", "tqdm",
-#   "imageio", "imageio-ffmpeg",
+#   "robodesk==1.0.0", "dm_control==1.0.50", "mujoco==3.17.0", "minari[hdf5,hf]==0.5.4", "ott-jax==0.6.0", "tyro",
+#   "tensorboard", "tensorboardX", "tqdm", "imageio", "imageio-ffmpeg",
 # ]
 # ///
 """SAC, SAC from demonstrations (SACfD) and GAIL: the continuous-action baselines of sections 4.1 to 4.3 of the paper.
@@ -11,6 +11,7 @@
     python sac_baselines.py sac --env-id AdroitHandDoor-v1
     python sac_baselines.py sacfd --env-id AdroitHandDoor-v1
     python sac_baselines.py gail --env-id AdroitHandDoor-v1
+    python sac_baselines.py sac --env-id RoboDesk-push_green --tau 0.01 --reward-scale 1
     python sac_baselines.py --resume runs/AdroitHandDoor-v1__sac__1__1700000000
     python sac_baselines.py --evaluate runs/AdroitHandDoor-v1__sac__1__1700000000 --capture-video
 
@@ -25,6 +26,8 @@ Quantization from Demonstrations", ICML 2022.
 
 import contextlib
 import dataclasses
+import functools
+import importlib.util
 import io
 import json
 import math
@@ -75,9 +78,11 @@ REFERENCE_SCORES = {
 @dataclasses.dataclass
 class Args:
     env_id: str = "AdroitHandDoor-v1"
-    """any Gymnasium id with a bounded Box action space; `module:Env-v0` imports the module first"""
+    """RoboDesk-<task>, or any Gymnasium id with a bounded Box action space; `module:Env-v0` imports the module first"""
     reward: Literal["sparse", "env"] | None = None
-    """sparse: 1 at every step with info["success"], else 0; default: sparse if the environment reports success"""
+    """sparse: 1 at every step with info["success"], else 0; default: sparse if a Gymnasium id reports success"""
+    robodesk_rewards: Literal["upstream", "fixed"] = "fixed"
+    """of the desk: the package's, or those where "lift" and "off_table" reward what they are named after; see Desk"""
     seed: int = 1
     """seed of networks, batches, exploration and environment; equal seeds give bit-identical runs on a CPU"""
     total_timesteps: int = 1_000_000
@@ -224,6 +229,215 @@ def check_sac_args(args: Args) -> None:
         check_recording(args.record_dataset)
 
 
+# --------------------------------------------------------------------------------------------------- the desk
+
+
+@functools.cache
+def load_desk_model() -> Any:
+    """The package's model, shared by all desks of a process; without shadows and the like, which slow the videos."""
+    import mujoco
+
+    assets = Path(importlib.util.find_spec("robodesk").origin).parent / "assets"
+    model = mujoco.MjModel.from_xml_path(str(assets / "desk.xml"))
+    model.light_castshadow[:], model.mat_reflectance[:], model.vis.quality.offsamples = False, 0, 0
+    return model
+
+
+class Desk(gym.Env):
+    """RoboDesk (Kannan et al. 2021) as a Gymnasium environment, state only: a Franka arm at a desk, 20 ms a step.
+
+    Observation, 76 numbers: 9 joint positions of the robot (7 arm, 2 fingers), their 9 velocities, 3 of the end
+    effector, 29 positions of the things (drawer, slide, 3 buttons, 3 lights, then position and quaternion of ball,
+    upright block, flat block) and their 26 velocities (per free body 3 linear, 3 angular).
+    Action, 5 numbers in [-1, 1]: end effector along x, y, z (1 is a target 1 cm away), wrist, fingers (-1 closed).
+
+    The simulation is that of the package `robodesk`, to the last bit. Its faults are not:
+    - an image in every observation, which needs OpenGL and a Pillow of long ago: none here, `render` is for videos;
+    - object velocities under the name of object positions: here are both;
+    - the end effector observed as a view that moves on after the step: here it is a copy;
+    - random numbers from NumPy's global generator: here from Gymnasium's, so equal seeds give equal episodes;
+    - the objects' initial positions kept as views of the present ones, so that nothing ever counts as moved: "lift"
+      does not reward height, "off_table" not the fall, and "the others stayed" is always true. With rewards="fixed"
+      they are copies; with "upstream" reward and success are the package's.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}
+    BASE_TASKS = (
+        "open_slide open_drawer push_green stack upright_block_off_table flat_block_in_bin flat_block_in_shelf "
+        "lift_upright_block lift_ball"
+    ).split()
+    OTHER_TASKS = (
+        "push_blue push_red flat_block_off_table ball_off_table upright_block_in_bin ball_in_bin "
+        "upright_block_in_shelf ball_in_shelf lift_flat_block"
+    ).split()
+    OBJECTS = ("ball", "upright_block", "flat_block")
+    SUBSTEPS = 10
+
+    def __init__(
+        self,
+        task: str = "open_slide",
+        rewards: Literal["upstream", "fixed"] = "fixed",
+        episode_steps: int = 500,
+        render_mode: str | None = None,
+    ):
+        import mujoco
+
+        self.task, self.rewards, self.episode_steps, self.render_mode = task, rewards, episode_steps, render_mode
+        self.mujoco, self.model = mujoco, (model := load_desk_model())
+        self.data, self.arm = mujoco.MjData(model), mujoco.MjData(model)  # arm: scratch space of the kinematics
+        self.site, bodies = model.site("end_effector").id, self.OBJECTS + ("red_button", "green_button", "blue_button")
+        self.hand, self.reached = self.data.site_xpos[self.site], self.arm.site_xpos[self.site]  # views
+        self.places = {name: self.data.xpos[model.body(name).id] for name in bodies}  # views
+        self.slide_handle = self.data.site_xpos[model.site("slide_handle").id]
+        self.drawer_handle = self.data.geom_xpos[model.geom("drawer_handle").id]
+        self.bounds, self.jacobian = model.actuator_ctrlrange[:9].copy(), np.empty((3, model.nv))
+        self.renderer: Any = None
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (5,), np.float32)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (76,), np.float32)
+        arguments = {"task": task, "rewards": rewards, "episode_steps": episode_steps}
+        entry_point = f"{Path(__file__).stem}:Desk"
+        self.spec = gym.envs.registration.EnvSpec(f"RoboDesk/{task}-v0", entry_point=entry_point, kwargs=arguments)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        mujoco, model, data, random = self.mujoco, self.model, self.data, self.np_random
+        mujoco.mj_resetData(model, data)
+        with_actuation = model.opt.disableflags
+        model.opt.disableflags = with_actuation | int(mujoco.mjtDisableBit.mjDSBL_ACTUATION)
+        mujoco.mj_forward(model, data)  # where the solver starts from, as in the package
+        model.opt.disableflags = with_actuation
+        joint = {name: data.joint(name).qpos for name in ("drawer_joint", "slide_joint", *self.OBJECTS)}
+        joint["drawer_joint"] -= 0.10 * random.random()  # drawn in the package's order
+        joint["slide_joint"] += 0.20 * random.random()
+        joint["flat_block"][:2] += [0.3 * random.random(), 0.07 * random.random()]
+        joint["ball"][:2] += [0.48 * random.random(), 0.08 * random.random()]
+        joint["upright_block"][:2] += [0.3 * random.random() + 0.05, 0.05 * random.random()]
+        data.qpos[:9] = [-0.30, -0.4, 0.28, -2.5, 0.13, 1.87, 0.91, 0.01, 0.01]
+        data.qpos[:9] += 0.15 * random.uniform(self.bounds[:, 0], self.bounds[:, 1])
+        data.qvel[:9] = 0
+        mujoco.mj_forward(model, data)
+        self.origins = {name: self.places[name].copy() for name in self.OBJECTS}
+        self.steps = 0
+        return self.observe(), {"success": bool(self.reward_and_success()[1])}
+
+    def observe(self) -> np.ndarray:
+        qpos, qvel = self.data.qpos, self.data.qvel
+        return np.concatenate([qpos[:9], qvel[:9], self.hand, qpos[9:], qvel[9:]], dtype=np.float32)
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        data, action = self.data, np.asarray(action, np.float64)
+        target = self.inverse_kinematics(self.hand + 0.01 * action[:3])
+        (wrist_low, wrist_high), (finger_low, finger_high) = self.bounds[6:8]
+        turn = (action[3] + 1) * (wrist_high - wrist_low) / 2 + wrist_low
+        target[6] = min(max(0.02 * turn + data.qpos[6], wrist_low), wrist_high)
+        target[7:] = (action[4] + 1) * (finger_high - finger_low) / 2 + finger_low
+        data.ctrl[:] = target
+        applied, bias = data.qfrc_applied[:9], data.qfrc_bias[:9]
+        for _ in range(self.SUBSTEPS):
+            applied[:] = bias  # gravity compensation
+            self.mujoco.mj_step2(self.model, data)
+            self.mujoco.mj_step1(self.model, data)
+        self.steps += 1
+        reward, success = self.reward_and_success()
+        return self.observe(), reward, False, self.steps >= self.episode_steps, {"success": success}
+
+    def inverse_kinematics(self, target: np.ndarray) -> np.ndarray:
+        """Joint positions (9,) with the end effector at the target: dm_control's search, on the six joints it may use.
+
+        It differs in speed only. Where dm_control computes collisions, inertias and constraints for every iterate,
+        the position of the arm is enough. Its least squares on the singular matrix J^T J, with a cut-off at rounding
+        error, stays: the joints' drift along the null space depends on it.
+        """
+        mujoco, model, arm = self.mujoco, self.model, self.arm
+        arm.qpos[:9] = self.data.qpos[:9]
+        for _ in range(100):
+            mujoco.mj_kinematics(model, arm)
+            error = target - self.reached
+            distance = math.sqrt(error.dot(error))
+            if distance < 1e-14:
+                break
+            mujoco.mj_comPos(model, arm)
+            mujoco.mj_jacSite(model, arm, self.jacobian, None, self.site)
+            jacobian = self.jacobian[:, [0, 1, 2, 3, 4, 5]]
+            update = np.linalg.lstsq(jacobian.T.dot(jacobian), jacobian.T.dot(error), rcond=-1)[0]
+            norm = math.sqrt(update.dot(update))
+            if distance > 20 * norm:  # hardly any progress
+                break
+            arm.qpos[:6] += update if norm <= 2 else update * (2 / norm)
+        return arm.qpos[:9].copy()
+
+    def reward_and_success(self, task: str | None = None) -> tuple[float, bool]:
+        """The package's dense reward, in [0, 1], and its criterion of success."""
+        task, places, qpos = task or self.task, self.places, self.data.qpos
+        origins = self.origins if self.rewards == "fixed" else places  # the package compares a place with itself
+
+        def near(place: np.ndarray) -> float:
+            return max(0.0, 1 - math.dist(self.hand, place))
+
+        def moved(name: str) -> float:
+            return math.dist(places[name], origins[name])
+
+        thing = next((name for name in self.OBJECTS if name in task), None)
+        others = [name for name in self.OBJECTS if name != thing]
+        if task == "open_slide":
+            stayed = sum(weight * (moved(name) < 0.01) for name, weight in zip(self.OBJECTS, (0.34, 0.33, 0.33)))
+            opened = 0.75 * qpos[10] / 0.6 + 0.25 * near(self.slide_handle - [0.15, 0, 0])
+            reward, success = 0.9 * opened + 0.1 * stayed, qpos[10] > 0.55
+        elif task == "open_drawer":
+            reward, success = 0.75 * abs(qpos[9]) / 0.3 + 0.25 * near(self.drawer_handle), qpos[9] < -0.2
+        elif task.startswith("push_"):
+            colour = task.removeprefix("push_")
+            success = qpos[14 + ("red", "green", "blue").index(colour)] < -0.00453  # the light
+            reward = 0.25 * success + 0.75 * near(places[f"{colour}_button"])
+        elif task == "stack":
+            off = math.dist(places["upright_block"] - places["flat_block"], (0, 0, 0.0377804))
+            reward, success = near(places["upright_block"]) - off, off < 0.04
+        elif task.endswith("_off_table"):
+            fallen = 1 - places[thing][2] / origins[thing][2]
+            stayed = sum(0.1 * (1 - moved(name) / 5) for name in others)
+            reward = 0.75 * max(0, min(1, 0.8 * fallen + stayed)) + 0.25 * near(places[thing])
+            success = places[thing][2] < 0.6 and all(moved(name) < 0.01 for name in others)
+        elif task.endswith("_in_bin"):
+            x, y, z = places[thing]
+            success = 0.28 < x < 0.52 and 0.38 < y < 0.62 and 0 < z < 0.4
+            reward = 0.5 * near(places[thing]) + 0.5 * success
+        elif task.endswith("_in_shelf"):
+            success = places[thing][0] > 0.2 and places[thing][1] > 1.0
+            inside = 1 - math.dist(places[thing][:2], (0.4, 1.1))
+            arrived = 0.33 * near(places[thing]) + 0.33 * inside + 0.34 * success
+            reward = 0.5 * arrived + sum(0.25 * (1 - moved(name) / 5) for name in others)
+        else:  # lift
+            height, enough = places[thing][2], {"upright_block": 0.86, "ball": 0.81, "flat_block": 0.78}[thing]
+            lifted = max(0, min(1, 10 * (height - origins[thing][2])))
+            reward, success = 0.85 * lifted + 0.15 * near(places[thing]), height > enough
+        return float(max(0, min(1, reward))), bool(success)
+
+    def render(self) -> np.ndarray:
+        from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
+
+        if self.renderer is None:
+            camera = {"distance": 1.5, "azimuth": 110.0, "elevation": -35.0, "lookat": np.array([0.0, 0.65, 0.8])}
+            self.renderer = MujocoRenderer(self.model, self.data, camera, width=320, height=240)
+        return self.renderer.render(self.render_mode)
+
+    def close(self) -> None:
+        if self.renderer is not None:
+            self.renderer.close()
+            self.renderer = None
+
+
+def make_desk(task: str, rewards: Literal["upstream", "fixed"], render: bool = False) -> gym.Env:
+    """A RoboDesk task by its name, with flat observations."""
+    if render and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
+    known = Desk.BASE_TASKS + Desk.OTHER_TASKS
+    require(task in known, f"RoboDesk has no task {task!r}: choose one of {', '.join(known)}")
+    installed = importlib.util.find_spec("robodesk")
+    require(installed, "RoboDesk is not installed: pip install robodesk==1.0.0 dm_control==1.0.50 mujoco==3.17.0")
+    with explained(f"cannot make the RoboDesk task {task!r}"):
+        return gym.wrappers.FlattenObservation(Desk(task, rewards, render_mode="rgb_array" if render else None))
+
+
 # ------------------------------------------------------------------------------------------------ environment
 
 
@@ -258,6 +472,14 @@ def make_env(env_id: str, reward: str | None, render: bool = False) -> gym.Env:
         require(reports_success or reward is None, missing)
         env = SparseReward(env) if reports_success else env
     return gym.wrappers.FlattenObservation(env)
+
+
+def make_task(args: Args, render: bool = False) -> gym.Env:
+    """RoboDesk-<task>, with its dense reward unless told otherwise, or else any Gymnasium environment."""
+    if not args.env_id.startswith("RoboDesk-"):
+        return make_env(args.env_id, args.reward, render)
+    desk = make_desk(args.env_id.removeprefix("RoboDesk-"), args.robodesk_rewards, render)
+    return gym.wrappers.FlattenObservation(SparseReward(desk.unwrapped)) if args.reward == "sparse" else desk
 
 
 def first_observation(env: gym.Env) -> np.ndarray:
@@ -1086,7 +1308,7 @@ def record_datasets(args: Args, run: Path) -> None:
     import minari
 
     saved = load_sac_args(run)
-    env = make_env(saved.env_id, saved.reward)
+    env = make_task(saved)
     obs_dim, box = env.observation_space.shape[0], env.action_space
     flat = isinstance(env.env.observation_space, gym.spaces.Box)
     require(flat, f"{saved.env_id} has dictionary observations: --record-dataset needs a Box")
@@ -1150,7 +1372,7 @@ def train_sac(
     del rows
     policy, learn = make_sac_policy(box), make_sac_update(args, env, reference)
     store_rows = jax.jit(store_transitions, donate_argnums=0)
-    eval_envs = [make_env(args.env_id, args.reward, args.capture_video and i == 0) for i in range(args.eval_episodes)]
+    eval_envs = [make_task(args, args.capture_video and i == 0) for i in range(args.eval_episodes)]
     progress = tqdm(desc=args.method, total=args.total_timesteps, initial=step, unit="step", disable=args.quiet)
     unsaved, saved_step, logged_step, logged_time = [], step, step, time.perf_counter()
     observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
@@ -1227,7 +1449,7 @@ def load_demo_replay(args: SACfDArgs | GAILArgs, env: gym.Env) -> tuple[Demonstr
 def train(args: Args) -> Path:
     """Whatever can be wrong with the input is found before the run folder is made."""
     check_sac_args(args)
-    env, demo_replay, reference, warning = make_env(args.env_id, args.reward), None, None, None
+    env, demo_replay, reference, warning = make_task(args), None, None, None
     require_bounds(env)
     args.reward = "sparse" if isinstance(env.env, SparseReward) else "env"
     if args.method != "sac":
@@ -1252,7 +1474,7 @@ def evaluate_sac_run(args: Args) -> None:
     check_sac_args(args)
     run = Path(args.evaluate)
     saved = load_sac_args(run)
-    envs = [make_env(saved.env_id, saved.reward, args.capture_video and i < 3) for i in range(args.eval_episodes)]
+    envs = [make_task(saved, args.capture_video and i < 3) for i in range(args.eval_episodes)]
     reference = load_reference(run, envs[0].observation_space.shape[0]) if saved.method == "gail" else None
     params, meta = load_actor(run, envs[0])
     result, distance = evaluate_actor(make_sac_policy(envs[0].action_space), params, envs, reference)

@@ -365,6 +365,28 @@ def test_sac_learns_the_tiny_task_and_records_it(tiny, monkeypatch, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+def test_the_desk_has_its_dense_reward_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_script(
+        "sac --env-id RoboDesk-push_green --total-timesteps 16 --learning-starts 8 --eval-episodes 1 --quiet".split(),
+        monkeypatch,
+    )
+    run = only_run()
+    assert run.name.startswith("RoboDesk-push_green__sac__1__")
+    assert json.loads((run / "args.json").read_text())["reward"] == "env"
+    for row in (run / "evaluations.csv").read_text().splitlines()[1:]:
+        _, success, episodic_return, length, _ = map(float, row.split(","))
+        assert success in (0, 1) and length == 500
+        assert 0 < episodic_return < 500 and episodic_return % 1  # nearness counts
+    rewards = {}
+    for reward in ("env", "sparse", None):
+        env = sac.make_task(sac.SACArgs(env_id="RoboDesk-push_green", reward=reward))
+        observation, _ = env.reset(seed=3)
+        assert observation.shape == (76,)
+        rewards[reward] = env.step(np.zeros(5, np.float32))[1]
+    assert rewards["sparse"] == 0 < rewards["env"] == rewards[None]
+
+
 def test_episodes_know_how_they_ended_and_success():
     rows = np.zeros((7, 2 + 1 + 3), np.float32)
     rows[:, 0], rows[:, 1] = np.arange(7), np.arange(7) + 1
@@ -457,6 +479,8 @@ gym.register("Unbounded-v0", entry_point=Unbounded)
         (["sac", "--env-id", "NoSuchEnv-v0"], "cannot make environment 'NoSuchEnv-v0'"),
         (["sac", "--env-id", "CartPole-v1"], "AQuaDem needs a Box"),
         (["sac", "--env-id", "Unbounded-v0", "--reward", "env"], "SAC needs one with finite bounds"),
+        (["sac", "--env-id", "RoboDesk-fly"], "RoboDesk has no task 'fly': choose one of open_slide"),
+        (["sacfd", "--env-id", "RoboDesk-stack"], "RoboDesk-stack has no default demonstrations"),
         (["sacfd", "--env-id", ENV_ID], "has no default demonstrations"),
         (["gail", "--env-id", "Pendulum-v1", "--dataset-id", DATASET_ID], "Pendulum-v1 needs (22, 3)"),
         (["sac", "--record-dataset", "no version"], "'no version' is not a Minari id"),
