@@ -437,6 +437,7 @@ class Player:
         self.desk, self.random = desk, random
         self.pose = desk.data.site_xmat[desk.site].reshape(3, 3)  # a view; columns: across, closing direction, forward
         self.play, self.filtered, self.wander = iter(()), np.zeros(5), np.zeros(5)
+        self.thing: str | None = None  # what it is playing with
 
     def tip(self) -> np.ndarray:
         return self.desk.hand + self.FINGERTIP * self.pose[:, 2]
@@ -461,16 +462,19 @@ class Player:
         return np.clip(self.filtered, -1, 1).astype(np.float32)
 
     def choose(self) -> Iterator[Intention]:
-        """What to play next; a thing that fell off the table is out of the game."""
+        """What to play next, often with the same thing; one that fell off the table is out of the game."""
         desk, random = self.desk, self.random
         things = [name for name in desk.OBJECTS if desk.places[name][2] > 0.7]
+        if self.thing not in things or random.random() < 0.4:
+            self.thing = random.choice(things) if things else None
+        current = [str(self.thing)] if things else []
         ways: list[tuple[float, Callable, list]] = [
             (2, self.press, ["red_button", "green_button", "blue_button"]),
             (1.5, self.move_slide, [0.0, 0.6]),
             (2, self.move_drawer, [-0.35, 0.0]),
-            (3, self.carry, things),
-            (2, self.push, things),
-            (2, self.pull, things),
+            (3, self.carry, current),
+            (2, self.push, current),
+            (2, self.pull, current),
             (0.5, self.rest, [None]),
         ]
         ways = [way for way in ways if way[2]]
@@ -564,11 +568,16 @@ class Player:
     def carry(self, thing: str) -> Iterator[Intention]:
         """Grasp it, lift it, carry it somewhere and let go: the table, the flat block, the shelf, the bin."""
         random, place = self.random, self.desk.places[thing]
-        closing = self.NORTH if thing == "flat_block" else self.EAST
-        off_centre = random.uniform(-0.03, 0.05) if thing == "upright_block" else 0.0
+        axes = self.desk.data.body(thing).xmat.reshape(3, 3)
+        closing = axes[:, 1].copy() if thing == "flat_block" else self.EAST  # across the block's short side
+        off_centre = {
+            "ball": np.array([0, 0.006, -0.012]),  # as wide as the open hand: it is taken below its middle
+            "upright_block": random.uniform(-0.03, 0.05) * self.UP,
+            "flat_block": random.uniform(-0.05, 0.05) * axes[:, 0],
+        }[thing]
 
         def grip() -> np.ndarray:
-            return place + off_centre * self.UP
+            return place + off_centre
 
         yield from self.come_over(place - 0.12 * self.NORTH, 1, closing)
         yield from self.reach(lambda: grip() - 0.1 * self.pose[:, 2], 1, closing, near=0.02)
@@ -594,7 +603,8 @@ class Player:
         direction = [self.EAST, -self.EAST, self.NORTH][random.choice(3, p=[0.25, 0.25, 0.5])]
         half = {"ball": 0.04, "upright_block": 0.023, "flat_block": 0.08 if direction[0] else 0.035}[thing]
         height = random.uniform(-0.06, 0.08) if thing == "upright_block" else 0.0
-        start = place - (half + 0.04) * direction + height * self.UP
+        aside = random.uniform(-0.07, 0.07) if thing == "flat_block" and direction[1] else 0.0  # turns it
+        start = place - (half + 0.04) * direction + height * self.UP + aside * self.EAST
         yield from self.come_over(start - 0.05 * self.NORTH, -1)
         yield from self.go(start, -1)
         way = random.uniform(0.1, 0.5) * direction + random.normal(0, 0.05) * self.EAST
@@ -605,7 +615,8 @@ class Player:
         """Towards the robot: the fingers come down behind it. The upright block is taken at its top, and topples."""
         random, place = self.random, self.desk.places[thing]
         behind, height = {"ball": (0.06, -0.015), "upright_block": (0.055, 0.07), "flat_block": (0.065, 0.0)}[thing]
-        start = place + [random.normal(0, 0.01), behind, height]
+        aside = random.uniform(-0.06, 0.06) if thing == "flat_block" else random.normal(0, 0.01)
+        start = place + [aside, behind, height]
         yield from self.come_over(start, -1)
         yield from self.go(start + 0.05 * self.UP, -1, near=0.02)
         yield from self.go(start, -1)

@@ -6,6 +6,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -172,6 +173,26 @@ def test_the_player_presses_a_button(desk):
         desk.step(player.act())
         lit = lit or desk.reward_and_success("push_green")[1]
     assert lit and not desk.reward_and_success("push_green")[1]  # and lets go of it
+
+
+@pytest.mark.parametrize("thing", Desk.OBJECTS)
+def test_the_player_lifts_what_it_can_grasp(thing):
+    """The ball is as wide as the open hand; the flat block has to lie across."""
+    heights = []
+    for seed in range(3):
+        desk = Desk("open_slide", "fixed")
+        desk.reset(seed=100 + seed)
+        if thing == "flat_block":
+            desk.data.joint(thing).qpos[3:] = [np.cos(0.65), 0, 0, np.sin(0.65)]  # about the vertical
+            desk.mujoco.mj_forward(desk.model, desk.data)
+        player = Player(desk, np.random.default_rng(100 + seed))
+        player.pace, player.play, player.choose = 0.9, player.carry(thing), partial(player.stay, 1000, -1)
+        before, highest = desk.places[thing][2], 0.0
+        for _ in range(700):
+            desk.step(player.act())
+            highest = max(highest, desk.places[thing][2] - before)
+        heights.append(highest)
+    assert sum(height > 0.02 for height in heights) >= 2, heights
 
 
 def test_play_is_the_same_whatever_the_task_and_moves_smoothly():
