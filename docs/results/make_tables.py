@@ -31,33 +31,85 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
 
 
-def door_aquadqn() -> str:
-    """Success of AQuaDQN and its ablations along training."""
-    with (RESULTS / "door_candidates_in_use.csv").open() as file:
-        wins = {int(row.pop("seed")): [int(count) for count in row.values()] for row in csv.DictReader(file)}
-    in_use = {seed: f"{sum(count > 0 for count in counts)} of {len(counts)}" for seed, counts in wins.items()}
-    runs = [("AQuaDQN", "aquadqn", seed) for seed in (1, 2, 3)]
-    runs += [("K-means candidates", "kmeans", 1), ("untrained candidates", "random", 1)]
-    steps, rows = (50_000, 100_000, 150_000, 200_000), []
+def success_rows(runs: list[tuple[str, str, int]], steps: tuple[int, ...]) -> list[list[str]]:
+    """Title and success at some steps of every run on Door."""
+    rows = []
     for title, name, seed in runs:
         scores = curve(DOOR, name, seed)
-        row = [f"{title}, seed {seed}", in_use[seed] if name == "aquadqn" else ""]
-        row += [f"{scores[step]['success_rate']:.2f}" if step in scores else "" for step in steps]
-        rows.append([*row, f"**{mean(scores, 'success_rate', 150_000, 200_000):.2f}**" if 200_000 in scores else ""])
+        rows.append([f"{title}, seed {seed}", *(f"{scores[step]['success_rate']:.2f}" for step in steps)])
+    return rows
+
+
+def door_aquadqn() -> str:
+    """Success of AQuaDQN, SAC and SACfD along training."""
+    with (RESULTS / "door_candidates_in_use.csv").open() as file:
+        wins = {int(row.pop("seed")): [int(count) for count in row.values()] for row in csv.DictReader(file)}
+    runs = [("AQuaDQN", "aquadqn", seed) for seed in (1, 2, 3)] + [("SAC", "sac", 1), ("SACfD", "sacfd", 1)]
+    steps, rows = (50_000, 100_000, 150_000, 200_000), []
+    for (_, name, seed), row in zip(runs, success_rows(runs, steps)):
+        in_use = f"{sum(count > 0 for count in wins[seed])} of {len(wins[seed])}" if name == "aquadqn" else ""
+        average = mean(curve(DOOR, name, seed), "success_rate", 150_000, 200_000)
+        rows.append([row[0], in_use, *row[1:], f"**{average:.2f}**"])
     header = ["run", "candidates in use", *(f"{step // 1000}k" for step in steps), "mean of 150k to 200k"]
     return table(header, rows)
 
 
-def door_imitation() -> str:
-    """Success and Wasserstein distance after the last step of every imitation run."""
+def door_ablations() -> str:
+    """Success with candidates that were not learned."""
+    runs, steps = [("K-means candidates", "kmeans", 1), ("untrained candidates", "random", 1)], (50_000, 100_000)
+    best = [f"{max(row['success_rate'] for row in curve(DOOR, name, seed).values()):.2f}" for _, name, seed in runs]
+    rows = [[*row, most] for row, most in zip(success_rows(runs, steps), best)]
+    return table(["run", *(f"{step // 1000}k" for step in steps), "best of all evaluations"], rows)
+
+
+def door_short() -> str:
+    """The README's: success on Door at the end of training."""
     rows = []
-    for title, name, seeds in (("BC", "bc", (1, 2, 3)), ("MDN", "mdn", (1, 2, 3))):
+    for title, name, seeds, what in (
+        ("AQuaDQN", "aquadqn", (1, 2, 3), "demonstrations and sparse reward"),
+        ("SAC", "sac", (1,), "sparse reward"),
+        ("SACfD", "sacfd", (1,), "demonstrations and sparse reward"),
+        ("BC", "bc", (1, 2, 3), "demonstrations"),
+        ("MDN", "mdn", (1, 2, 3), "demonstrations"),
+    ):
+        curves = [curve(DOOR, name, seed) for seed in seeds]
+        if name in ("bc", "mdn"):
+            scores = [list(scores.values())[-1]["success_rate"] for scores in curves]
+        else:
+            scores = [mean(scores, "success_rate", 150_000, 200_000) for scores in curves]
+        rows.append([title, what, ", ".join(f"{score:.2f}" for score in scores)])
+    return table(["", "learns from", "success, seed by seed"], rows)
+
+
+def door_imitation() -> str:
+    """Success and Wasserstein distance of the imitation runs, after the last step and over the last 100k."""
+    rows = []
+    for title, name, seeds in (("BC", "bc", (1, 2, 3)), ("MDN", "mdn", (1, 2, 3)), ("GAIL", "gail", (1,))):
         for seed in seeds:
-            last = list(curve(DOOR, name, seed).values())[-1]
-            rows.append([f"{title}, seed {seed}", f"{last['success_rate']:.2f}", f"{last['wasserstein']:.2f}"])
+            scores = curve(DOOR, name, seed)
+            end, last = list(scores.items())[-1]
+            row = [f"{title}, seed {seed}", f"{last['success_rate']:.2f}", f"{last['wasserstein']:.2f}", "", ""]
+            if name not in ("bc", "mdn"):  # they take no environment steps
+                averages = [mean(scores, column, end - 100_000, end) for column in ("success_rate", "wasserstein")]
+                row[3:] = [f"{average:.2f}" for average in averages]
+            rows.append(row)
     low, middle, high = (last[f"human_wasserstein_{name}"] for name in ("q25", "median", "q75"))
-    rows.append(["human", "0.32 (8 of 25)", f"{middle:.2f} (quartiles {low:.2f} and {high:.2f})"])
-    return table(["", "success", "Wasserstein"], rows)
+    rows.append(["human", "0.32 (8 of 25)", f"{middle:.2f} (quartiles {low:.2f} and {high:.2f})", "", ""])
+    header = ["", "success", "Wasserstein", "success, mean of the last 100k steps", "Wasserstein, the same"]
+    return table(header, rows)
+
+
+def mujoco_sac() -> str:
+    """Return after 100k steps of SAC on MuJoCo's tasks, ours and SBX's, seed by seed and on average."""
+    rows = []
+    for env_id in ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"):
+        row = [env_id]
+        for name in ("sac", "sbx"):
+            seeds = range(1, 1 + len(list(RESULTS.glob(f"{env_id}__{name}__*.csv"))))
+            returns = [curve(env_id, name, seed)[100_000]["episodic_return"] for seed in seeds]
+            row += [", ".join(f"{value:.0f}" for value in returns), f"**{sum(returns) / len(returns):.0f}**"]
+        rows.append(row)
+    return table(["", "ours, seed by seed", "mean", "SBX, seed by seed", "mean"], rows)
 
 
 def fill(page: str) -> str:
