@@ -53,7 +53,6 @@ from ott.problems.linear import linear_problem
 from ott.solvers.linear import acceleration, sinkhorn
 from tqdm import tqdm
 
-UPDATE_BLOCK = 8  # environment steps, then as many updates in one call: n of appendix "SAC and SACfD", not given there
 HIDDEN_UNITS = (256, 256)  # of actor and critics, with relu
 LOG_DEVIATION_RANGE = (-20.0, 2.0)  # the SAC authors' code
 EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED + i; --seed stays below it
@@ -895,7 +894,7 @@ def make_sac_optimizer(args: Args) -> optax.GradientTransformation:
 
 
 def make_sac_update(args: Args, env: gym.Env, reference: Any = None) -> Callable:
-    """UPDATE_BLOCK updates in one call; returns the mean of every metric by name. `reference` is GAIL's."""
+    """One update; returns every metric by name. `reference` is GAIL's."""
     box, obs_dim, optimizer = env.action_space, env.observation_space.shape[0], make_sac_optimizer(args)
     loss_fn = make_sac_loss(args, Actor(box.shape[0]), TwinCritic(), box)
     if args.method == "gail":
@@ -913,7 +912,7 @@ def make_sac_update(args: Args, env: gym.Env, reference: Any = None) -> Callable
         metrics = {"discriminator_loss": loss, "discriminator_accuracy": accuracy, "imitation_reward": rewards.mean()}
         return state, windows._replace(rewards=rewards), metrics
 
-    def step(state: SACState, replay: ContinuousReplay, demos: ContinuousReplay | None) -> tuple[SACState, dict]:
+    def update(state: SACState, replay: ContinuousReplay, demos: ContinuousReplay | None) -> tuple[SACState, dict]:
         key, batch_key, noise_key, demo_key, coin_key = jax.random.split(state.key, 5)
         sizes, discriminator, metrics = (args.batch_size, args.n_step, obs_dim), state.discriminator, {}
         windows = sample_windows(replay, batch_key, *sizes)
@@ -928,10 +927,6 @@ def make_sac_update(args: Args, env: gym.Env, reference: Any = None) -> Callable
         params = optax.apply_updates(state.params, updates)
         target_critic = optax.incremental_update(params.critic, state.target_critic, args.tau)
         return SACState(params, target_critic, opt_state, key, discriminator), sac_metrics | metrics
-
-    def update(state: SACState, replay: ContinuousReplay, demos: ContinuousReplay | None) -> tuple[SACState, dict]:
-        state, metrics = jax.lax.scan(lambda state, _: step(state, replay, demos), state, length=UPDATE_BLOCK)
-        return state, jax.tree.map(jnp.mean, metrics)
 
     return jax.jit(update, donate_argnums=0)
 
@@ -1343,6 +1338,15 @@ def record_datasets(args: Args, run: Path) -> None:
 # --------------------------------------------------------------------------------------------------- training
 
 
+def finite(values: dict[str, Any], step: int, run: Path) -> dict[str, np.ndarray]:
+    """The values on the host, or the end: what is not finite once stays so, and must not reach a checkpoint."""
+    values = {name: np.asarray(value) for name, value in values.items()}
+    bad = [name for name, value in values.items() if not np.isfinite(value).all()]
+    if bad:
+        sys.exit(f"error: not finite at step {step}: {', '.join(bad)}; the last good checkpoint is in {run}")
+    return values
+
+
 def train_sac(
     args: Args,
     run: Path,
@@ -1352,23 +1356,23 @@ def train_sac(
     log: Any,
     signals: list,
 ) -> None:
-    """Random actions at first, then the policy's, in blocks of environment steps and as many updates in one call."""
+    """Random actions at first, then the policy's, with one update per environment step, at the same time: the action of
+    a step is chosen by the policy as it is before that step's update."""
     obs_dim, box = env.observation_space.shape[0], env.action_space
     row_size = 2 * obs_dim + box.shape[0] + 3
     key, act_key = jax.random.split(jax.random.PRNGKey(args.seed))
     agent = initial_state(args, env, key)
-    capacity = min(args.buffer_size, -(-args.total_timesteps // UPDATE_BLOCK) * UPDATE_BLOCK)
-    rows, step, block = np.zeros((capacity, row_size), np.float32), 0, []  # block: steps not yet in the replay
+    capacity = min(args.buffer_size, args.total_timesteps)
+    rows, step, metrics = np.zeros((capacity, row_size), np.float32), 0, {}
     env.reset(seed=args.seed)
     if (run / "state.npz").exists():
         (agent, act_key), meta = load_arrays(run / "state.npz", (agent, act_key))
         env.unwrapped.np_random.bit_generator.state, step = meta["env_generator"], meta["step"]
-        past, stored = restore_rows(run / "replay.f32", step, row_size), step - step % UPDATE_BLOCK
-        kept = np.arange(max(0, stored - capacity), stored)
-        rows[kept % capacity], block = past[kept], list(np.array(past[stored:]))
+        kept = np.arange(max(0, step - capacity), step)
+        rows[kept % capacity] = restore_rows(run / "replay.f32", step, row_size)[kept]
     else:
         (run / "replay.f32").unlink(missing_ok=True)  # of a run that was killed before its first checkpoint was whole
-    replay = ContinuousReplay(jnp.asarray(rows), jnp.asarray(step - len(block), jnp.int32))
+    replay = ContinuousReplay(jnp.asarray(rows), jnp.asarray(step, jnp.int32))
     del rows
     policy, learn = make_sac_policy(box), make_sac_update(args, env, reference)
     store_rows = jax.jit(store_transitions, donate_argnums=0)
@@ -1379,6 +1383,7 @@ def train_sac(
 
     while True:
         if step % args.eval_every == 0 or step >= args.total_timesteps:
+            finite(metrics, step, run)
             result, distance = evaluate_actor(policy, agent.params.actor, eval_envs, reference)
             save_arrays(run / "agent.npz", agent.params.actor, step=step)
             if reference is None:
@@ -1394,27 +1399,22 @@ def train_sac(
             break
         mode = "random" if step < args.learning_starts else "sample"
         action, act_key = policy(agent.params.actor, observation, act_key, mode=mode)
-        action = np.asarray(action)
+        if step > args.learning_starts:  # JAX does not wait for the result, so the environment steps meanwhile
+            agent, metrics = learn(agent, replay, demos)
+        action = finite({"action": action}, step, run)["action"]
         next_observation, reward, terminated, truncated, info = env.step(action)
         row = pack_transitions(observation, next_observation, action, reward, terminated, terminated or truncated)
-        block.append(row)
+        replay = store_rows(replay, row[None])
         unsaved.append(row)
+        progress.update()
         observation, step = np.asarray(next_observation, np.float32), step + 1
         episode_return, episode_length = episode_return + reward, episode_length + 1
         success = max(success, float(info.get("success", 0)))
-        if len(block) == UPDATE_BLOCK:
-            replay, block = store_rows(replay, np.stack(block)), []
-            progress.update(UPDATE_BLOCK)
-            if step > args.learning_starts:
-                agent, metrics = learn(agent, replay, demos)
-                metrics = {name: float(value) for name, value in metrics.items()}
-                if not all(map(math.isfinite, metrics.values())):
-                    sys.exit(f"error: not finite at step {step}: {metrics}; the last good checkpoint is in {run}")
-                if step - logged_step >= 1000:
-                    for name, value in metrics.items():
-                        log.add_scalar(f"losses/{name}", value, step)
-                    log.add_scalar("charts/SPS", (step - logged_step) / (time.perf_counter() - logged_time), step)
-                    logged_step, logged_time = step, time.perf_counter()
+        if step - logged_step >= 1000:
+            for name, value in finite(metrics, step, run).items():
+                log.add_scalar(f"losses/{name}", value, step)
+            log.add_scalar("charts/SPS", (step - logged_step) / (time.perf_counter() - logged_time), step)
+            logged_step, logged_time = step, time.perf_counter()
         if terminated or truncated:
             log.add_scalar("charts/episodic_return", episode_return, step)
             log.add_scalar("charts/episodic_length", episode_length, step)
@@ -1422,6 +1422,7 @@ def train_sac(
                 log.add_scalar("charts/success", success, step)
             # An environment can be restored between two episodes only, so save before one more passes the limit.
             if step + episode_length > saved_step + args.checkpoint_every or signals:
+                finite(metrics, step, run)
                 append_rows(run / "replay.f32", unsaved)
                 generator = env.unwrapped.np_random.bit_generator.state
                 save_arrays(run / "state.npz", (agent, act_key), step=step, env_generator=generator)

@@ -51,12 +51,12 @@ def train_ours(run: Path, updates: int, seed: int) -> list[list[float]]:
     observations, _, actions, *_ = sac.unpack_transitions(rows[:: len(rows) // 250], obs_dim)
     replay = sac.ContinuousReplay(jnp.asarray(rows), jnp.asarray(len(rows)))
     state, learn, lines = sac.initial_state(args, env, jax.random.PRNGKey(seed)), sac.make_sac_update(args, env), []
-    for block in range(1, updates // BLOCK + 1):
+    for update in range(1, updates + 1):
         state, _ = learn(state, replay, None)
-        if block % (updates // BLOCK // 4) == 0:
+        if update % (updates // 4) == 0:
             q = sac.TwinCritic().apply(state.params.critic, observations, actions)
             policy = sac.Actor(action_dim).apply(state.params.actor, observations)
-            lines.append(summary(block * BLOCK, q, jnp.exp(state.params.log_temperature), *policy))
+            lines.append(summary(update, q, jnp.exp(state.params.log_temperature), *policy))
     return lines
 
 
