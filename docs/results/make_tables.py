@@ -15,10 +15,14 @@ PAGES = [RESULTS.parents[1] / "README.md", RESULTS.parent / "RESULTS.md"]
 DOOR = "AdroitHandDoor-v1"
 
 
-def curve(env_id: str, name: str, seed: int) -> dict[int, dict[str, float]]:
+def read(path: Path) -> dict[int, dict[str, float]]:
     """Step -> scores of that evaluation."""
-    with (RESULTS / f"{env_id}__{name}__{seed}.csv").open() as file:
+    with path.open() as file:
         return {int(row["step"]): {key: float(value) for key, value in row.items()} for row in csv.DictReader(file)}
+
+
+def curve(env_id: str, name: str, seed: int) -> dict[int, dict[str, float]]:
+    return read(RESULTS / f"{env_id}__{name}__{seed}.csv")
 
 
 def mean(scores: dict[int, dict[str, float]], column: str, first: int, last: int) -> float:
@@ -110,6 +114,21 @@ def mujoco_sac() -> str:
             row += [", ".join(f"{value:.0f}" for value in returns), f"**{sum(returns) / len(returns):.0f}**"]
         rows.append(row)
     return table(["", "ours, seed by seed", "mean", "SBX, seed by seed", "mean"], rows)
+
+
+def halfcheetah_schedules() -> str:
+    """Return on HalfCheetah along training, by when SAC's updates happen."""
+    steps, rows = (50_000, 80_000, 100_000), []
+    for title, pattern in (
+        ("8 steps, then 8 updates", "sac_schedules/HalfCheetah-v5__blocks_of_8__*.csv"),
+        ("1 step, then 1 update", "sac_schedules/HalfCheetah-v5__blocks_of_1__*.csv"),
+        ("1 update while 1 step is taken (as it is now)", "HalfCheetah-v5__sac__*.csv"),
+        ("SBX: 1 step, then 1 update", "HalfCheetah-v5__sbx__*.csv"),
+    ):
+        runs = [read(path) for path in sorted(RESULTS.glob(pattern))]
+        returns = [[f"{run[step]['episodic_return']:.0f}" if step in run else "-" for run in runs] for step in steps]
+        rows.append([title, *map(", ".join, returns)])
+    return table(["", *(f"{step // 1000}k" for step in steps)], rows)
 
 
 def fill(page: str) -> str:
