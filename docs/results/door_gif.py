@@ -80,7 +80,12 @@ def main() -> None:
         if human.success and agent.success and not written:
             write_gif(options.out, human.pictures, agent.pictures)
             written = True
+    aquadqn.require(written, "no demonstration from whose initial state the agent succeeds too: nothing was drawn")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except aquadqn.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
