@@ -48,7 +48,8 @@ def door_aquadqn() -> str:
     """Success of AQuaDQN, SAC and SACfD along training."""
     with (RESULTS / "door_candidates_in_use.csv").open() as file:
         wins = {int(row.pop("seed")): [int(count) for count in row.values()] for row in csv.DictReader(file)}
-    runs = [("AQuaDQN", "aquadqn", seed) for seed in (1, 2, 3)] + [("SAC", "sac", 1), ("SACfD", "sacfd", 1)]
+    runs = [("AQuaDQN", "aquadqn", seed) for seed in (1, 2, 3)] + [("SAC", "sac", 1)]
+    runs += [("SACfD", "sacfd", seed) for seed in (1, 2, 3)]
     steps, rows = (50_000, 100_000, 150_000, 200_000), []
     for (_, name, seed), row in zip(runs, success_rows(runs, steps)):
         in_use = f"{sum(count > 0 for count in wins[seed])} of {len(wins[seed])}" if name == "aquadqn" else ""
@@ -69,26 +70,35 @@ def door_ablations() -> str:
 def door_short() -> str:
     """The README's: success on Door at the end of training."""
     rows = []
-    for title, name, seeds, what in (
-        ("AQuaDQN", "aquadqn", (1, 2, 3), "demonstrations and sparse reward"),
-        ("SAC", "sac", (1,), "sparse reward"),
-        ("SACfD", "sacfd", (1,), "demonstrations and sparse reward"),
-        ("BC", "bc", (1, 2, 3), "demonstrations"),
-        ("MDN", "mdn", (1, 2, 3), "demonstrations"),
+    for title, name, seeds, what, window in (
+        ("AQuaDQN", "aquadqn", (1, 2, 3), "demonstrations and sparse reward", (150_000, 200_000)),
+        ("SAC", "sac", (1,), "sparse reward", (150_000, 200_000)),
+        ("SACfD", "sacfd", (1, 2, 3), "demonstrations and sparse reward", (150_000, 200_000)),
+        ("AQuaGAIL", "aquagail", (1, 2), "demonstrations", (200_000, 300_000)),
+        ("GAIL", "gail", (1,), "demonstrations", (100_000, 200_000)),
+        ("BC", "bc", (1, 2, 3), "demonstrations", None),
+        ("MDN", "mdn", (1, 2, 3), "demonstrations", None),
     ):
         curves = [curve(DOOR, name, seed) for seed in seeds]
-        if name in ("bc", "mdn"):
-            scores = [list(scores.values())[-1]["success_rate"] for scores in curves]
+        if window:
+            scores = [mean(scores, "success_rate", *window) for scores in curves]
+            when = "{}k to {}k steps".format(*(step // 1000 for step in window))
         else:
-            scores = [mean(scores, "success_rate", 150_000, 200_000) for scores in curves]
-        rows.append([title, what, ", ".join(f"{score:.2f}" for score in scores)])
-    return table(["", "learns from", "success, seed by seed"], rows)
+            scores = [list(scores.values())[-1]["success_rate"] for scores in curves]
+            when = "the last"
+        rows.append([title, what, ", ".join(f"{score:.2f}" for score in scores), when])
+    return table(["", "learns from", "success, seed by seed", "evaluations"], rows)
 
 
 def door_imitation() -> str:
     """Success and Wasserstein distance of the imitation runs, after the last step and over the last 100k."""
     rows = []
-    for title, name, seeds in (("BC", "bc", (1, 2, 3)), ("MDN", "mdn", (1, 2, 3)), ("GAIL", "gail", (1,))):
+    for title, name, seeds in (
+        ("BC", "bc", (1, 2, 3)),
+        ("MDN", "mdn", (1, 2, 3)),
+        ("GAIL, 200k steps", "gail", (1,)),
+        ("AQuaGAIL, 300k steps", "aquagail", (1, 2)),
+    ):
         for seed in seeds:
             scores = curve(DOOR, name, seed)
             end, last = list(scores.items())[-1]
