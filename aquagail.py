@@ -105,8 +105,8 @@ class Args:
     candidates_from: str | None = None
     """run folder whose trained candidates are used instead of training them"""
 
-    discriminator_input: Literal["state-action", "state", "state-next-state"] = "state-action"
-    """what the discriminator compares (the paper does not say)"""
+    discriminator_input: Literal["state-action", "state", "state-next-state"] = "state"
+    """what the discriminator compares (the paper does not say; docs/RESULTS.md has all three on Door)"""
     discriminator_layers: int = 1
     """hidden layers of the discriminator"""
     discriminator_units: int = 64

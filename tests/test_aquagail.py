@@ -188,8 +188,8 @@ def test_dropout_rates_and_sizes():
     network, _ = aquagail.make_discriminator(args)
     assert (network.input_dropout, network.hidden_dropout) == (0.75, 0.5)
     params = jax.eval_shape(lambda key: aquagail.init_discriminator(args, 3, 2, key), jax.random.PRNGKey(0)).params
-    assert sorted(x.shape for x in jax.tree.leaves(params) if len(x.shape) == 2) == [(5, 7), (7, 1), (7, 7)]
-    assert jax.eval_shape(network.apply, params, jnp.zeros((4, 9, 5))).shape == (4, 9)
+    assert sorted(x.shape for x in jax.tree.leaves(params) if len(x.shape) == 2) == [(3, 7), (7, 1), (7, 7)]
+    assert jax.eval_shape(network.apply, params, jnp.zeros((4, 9, 3))).shape == (4, 9)
 
 
 # ----------------------------------------------------------------------------------------- replay and updates
@@ -374,7 +374,7 @@ def test_the_discriminator_is_in_the_checkpoint(finished):
     fresh = aquagail.init_discriminator(args, *dims, jax.random.fold_in(jax.random.PRNGKey(args.seed), 2))
     expected = {leaf.shape for leaf in jax.tree.leaves(fresh.params) if leaf.ndim == 2}
     kept = [array for array in arrays(finished / "state.npz") if array.shape in expected]
-    assert {array.shape for array in kept} == expected == {(6, 64), (64, 1)}
+    assert {array.shape for array in kept} == expected == {(4, 64), (64, 1)}
     start = {leaf.shape: leaf for leaf in jax.tree.leaves(fresh.params)}
     assert not any(np.array_equal(array, start[array.shape]) for array in kept)  # and it has learned
 
@@ -434,7 +434,7 @@ def test_bad_arguments_end_with_one_line_and_code_2(datasets, tmp_path, monkeypa
 
 def test_resume_refuses_another_discriminator(finished, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
-        run_script(monkeypatch, "--resume", str(finished), "--discriminator-input", "state")
+        run_script(monkeypatch, "--resume", str(finished), "--discriminator-input", "state-action")
     assert stopped.value.code == 2 and "--discriminator-input" in capsys.readouterr().err
 
 

@@ -90,8 +90,32 @@ def door_short() -> str:
     return table(["", "learns from", "success, seed by seed", "evaluations"], rows)
 
 
+IMITATION_HEADER = ["success", "Wasserstein", "success, averaged", "Wasserstein, averaged"]
+
+
+def imitation_row(env_id: str, title: str, name: str, seed: int) -> list[str]:
+    """Success and Wasserstein distance after the last step, and averaged towards the end."""
+    scores = curve(env_id, name, seed)
+    end, last = list(scores.items())[-1]
+    window = 30_000 if name in ("bc", "mdn") else 100_000  # gradient steps or environment steps
+    columns = ("success_rate", "wasserstein")
+    values = [last[column] for column in columns] + [mean(scores, column, end - window, end) for column in columns]
+    return [f"{title}, seed {seed}", *(f"{value:.2f}" for value in values)]
+
+
+def demonstrator_row(env_id: str, title: str, dataset_id: str) -> list[str]:
+    """The demonstrations' share of successful episodes, and their distance from one another."""
+    with (RESULTS / "demonstrations.csv").open() as file:
+        row = next(row for row in csv.DictReader(file) if row["dataset"] == dataset_id)
+    successful, episodes = int(row["successful"]), int(row["episodes"])
+    scores = list(curve(env_id, "aquagail", 1).values())[-1]
+    low, middle, high = (scores[f"human_wasserstein_{name}"] for name in ("q25", "median", "q75"))
+    success = f"{successful / episodes:.2f} ({successful} of {episodes})"
+    return [title, success, f"{middle:.2f} (quartiles {low:.2f} and {high:.2f})", "", ""]
+
+
 def door_imitation() -> str:
-    """Success and Wasserstein distance of the imitation runs, after the last step and averaged towards the end."""
+    """The imitation runs on Door beside the human."""
     rows = []
     for title, name, seeds in (
         ("BC", "bc", (1, 2, 3)),
@@ -99,18 +123,36 @@ def door_imitation() -> str:
         ("GAIL, 200k steps", "gail", (1,)),
         ("AQuaGAIL, 300k steps", "aquagail", (1, 2)),
     ):
-        for seed in seeds:
+        rows += [imitation_row(DOOR, title, name, seed) for seed in seeds]
+    rows.append(demonstrator_row(DOOR, "human", "D4RL/door/human-v2"))
+    return table(["", *IMITATION_HEADER], rows)
+
+
+def door_inputs() -> str:
+    """AQuaGAIL by what its discriminator compares, with the same candidates for each seed."""
+    steps, rows = (100_000, 150_000, 200_000, 250_000, 300_000), []
+    for title, name in (
+        ("state (default)", "aquagail"),
+        ("state-action", "aquagail_action"),
+        ("state-next-state", "aquagail_next"),
+    ):
+        for seed in (1, 2):
             scores = curve(DOOR, name, seed)
-            end, last = list(scores.items())[-1]
-            window = 30_000 if name in ("bc", "mdn") else 100_000  # gradient steps or environment steps
-            averages = [mean(scores, column, end - window, end) for column in ("success_rate", "wasserstein")]
-            values = [last["success_rate"], last["wasserstein"], *averages]
-            row = [f"{title}, seed {seed}", *(f"{value:.2f}" for value in values)]
-            rows.append(row)
-    low, middle, high = (last[f"human_wasserstein_{name}"] for name in ("q25", "median", "q75"))
-    rows.append(["human", "0.32 (8 of 25)", f"{middle:.2f} (quartiles {low:.2f} and {high:.2f})", "", ""])
-    header = ["", "success", "Wasserstein", "success, averaged", "Wasserstein, averaged"]
-    return table(header, rows)
+            averages = [f"**{mean(scores, key, 200_000, 300_000):.2f}**" for key in ("success_rate", "wasserstein")]
+            successes = [f"{scores[step]['success_rate']:.2f}" for step in steps]
+            rows.append([f"{title}, seed {seed}", *successes, *averages])
+    steps = [f"{step // 1000}k" for step in steps]
+    return table(["", *steps, "mean of 200k to 300k", "Wasserstein, mean of the same"], rows)
+
+
+def expert_imitation() -> str:
+    """AQuaGAIL and BC on demonstrations of trained policies, beside those policies."""
+    rows = []
+    for task in ("Hammer", "Pen"):
+        env_id = f"AdroitHand{task}-v1"
+        rows += [imitation_row(env_id, f"{task}: {title}", title.lower(), 1) for title in ("AQuaGAIL", "BC")]
+        rows.append(demonstrator_row(env_id, f"{task}: demonstrator", f"dapg/{task.lower()}/expert-v0"))
+    return table(["", *IMITATION_HEADER], rows)
 
 
 def mujoco_sac() -> str:
