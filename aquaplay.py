@@ -1531,8 +1531,10 @@ def make_candidates(args: Args, run: Path, demos: Demonstrations | None, box: An
     network = make_candidate_network(args, len(box.low))
     params = train_candidates(args, run, network, demos, log, signals)
     (run / "candidates.json").write_text(json.dumps({"fingerprint": fingerprint(args, demos)}))
-    excerpt = Demonstrations(*(array[:500] for array in demos))._replace(ends=np.arange(500) == 499)
-    discretise(args, network, params, excerpt, log)
+    thinned = Demonstrations(*(array[:: 1 + len(array) // 10_000] for array in demos))  # all would take half a minute
+    discretise(args, network, params, thinned, log)
+    length = min(500, int(np.argmax(demos.ends)) + 1)
+    excerpt = Demonstrations(*(array[:length] for array in demos))._replace(ends=np.arange(length) == length - 1)
     picture_candidates(args, run, network, params, excerpt, box, log)
     return network, params
 

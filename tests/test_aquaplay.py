@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -352,6 +353,24 @@ def test_candidates_are_shared_by_tasks_but_not_by_settings(finished, monkeypatc
         assert aquaplay.find_candidates(aquaplay.fingerprint(Args(**{**FAST, **change}), demos)) is None
     other_play = demos._replace(actions=demos.actions * 0.5)
     assert aquaplay.find_candidates(aquaplay.fingerprint(Args(**FAST), other_play)) is None
+
+
+@pytest.mark.parametrize("lengths, every, pictured", [((40, 50), 1, 40), ((700, 24_300), 3, 500)])
+def test_candidates_are_reported_over_all_of_the_play(lengths, every, pictured, tmp_path, monkeypatch):
+    count, random = sum(lengths), np.random.default_rng(0)
+    ends = np.isin(np.arange(count), np.cumsum(lengths) - 1)
+    observations, zeros = random.normal(size=(count, 76)).astype(np.float32), np.zeros(count, np.float32)
+    actions = random.uniform(-1, 1, (count, 5)).astype(np.float32)
+    play = aquaplay.Demonstrations(observations, actions, zeros, observations, ends, ends)
+    log, drawn = MagicMock(), []
+    monkeypatch.setattr(aquaplay, "candidate_picture", lambda *a: drawn.append(a[2]) or np.zeros((8, 8, 3), np.uint8))
+    args = Args(num_actions=4, candidate_steps=0, quiet=True)
+    network, params = aquaplay.make_candidates(args, tmp_path, play, Desk().action_space, log, [])
+
+    indices = log.add_histogram.call_args.args[1]
+    distances = np.linalg.norm(network.apply(params, observations) - actions[:, None], axis=-1)
+    assert_array_equal(indices, np.argmin(distances, axis=1)[::every])
+    assert drawn[0][-1] == pictured - 1
 
 
 def test_evaluate_repeats_the_last_evaluation(finished, monkeypatch, capsys):
