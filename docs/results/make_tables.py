@@ -155,6 +155,19 @@ def expert_imitation() -> str:
     return table(["", *IMITATION_HEADER], rows)
 
 
+def play() -> str:
+    """Return and success on the desk, by how the actions are made discrete, if at all."""
+    methods = {"AQuaPlay": "aquaplay", "BB-2": "bb2", "SAC": "sac"}
+    rows = []
+    for task in ("push_green", "lift_ball", "open_slide"):
+        curves = [curve(f"RoboDesk-{task}", name, 1) for name in methods.values()]
+        for when, first in (("after 100k steps", 100_000), ("mean of 60k to 100k", 60_000)):
+            columns = ("episodic_return", "success_rate")
+            scores = [[mean(scores, column, first, 100_000) for column in columns] for scores in curves]
+            rows.append([task, when, *(f"{total:.0f} ({success:.2f})" for total, success in scores)])
+    return table(["", "return (success)", *methods], rows)
+
+
 def mujoco_sac() -> str:
     """Return after 100k steps of SAC on MuJoCo's tasks, ours and SBX's, seed by seed and on average."""
     rows = []
