@@ -106,6 +106,8 @@ def read_curve(path: Path, column: str) -> Curve | None:
 def quartiles(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
     """The steps that all seeds have, and the three quartiles of their values: (S,), (3, S)."""
     steps = sorted(set.intersection(*(set(curve.steps) for curve in curves)))
+    if not steps:
+        sys.exit(fail(f"the seeds of {curves[0].algorithm} have no step in common: draw them one by one"))
     values = [[dict(zip(curve.steps, curve.values))[step] for step in steps] for curve in curves]
     return np.array(steps), np.percentile(values, [25, 50, 75], axis=0)
 
@@ -120,7 +122,7 @@ def draw_human(axis: Axes, curves: list[Curve], metric: str, human_success: floa
     bands = [curve.human for curve in curves if curve.human is not None]
     if metric == "wasserstein" and bands:
         axis.axhspan(bands[0][0], bands[0][2], color="black", alpha=0.15, lw=0)
-        axis.axhline(bands[0][1], color="black", lw=1, label="human")
+        axis.axhline(bands[0][1], color="black", lw=1, label="demonstrator")
     if metric == "success" and human_success is not None:
         axis.axhline(human_success, color="black", lw=1, label="human")
 
@@ -165,11 +167,15 @@ def main() -> None:
         sys.exit(fail(f"--out is {args.out}: name a .png or .svg file"))
     try:
         curves = [curve for path in args.paths if (curve := read_curve(path, METRICS[args.metric]))]
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         sys.exit(fail(f"a CSV file is not one of ours ({error}): give run folders or files like those of docs/results"))
     if not curves:
         sys.exit(fail(f"none of the {len(args.paths)} paths is a run with {args.metric}: see python plot.py --help"))
-    draw(curves, args.metric, args.title, args.human_success).savefig(args.out)
+    figure = draw(curves, args.metric, args.title, args.human_success)
+    try:
+        figure.savefig(args.out)
+    except OSError as error:
+        sys.exit(fail(f"cannot write {args.out}: {error.strerror}"))
 
 
 def fail(message: str) -> int:

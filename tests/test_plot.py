@@ -76,11 +76,11 @@ def test_panels_lines_and_the_human(tmp_path):
     door, pen = figure.axes
     assert [axis.get_title() for axis in figure.axes] == ["Door", "Pen"]
     lines = {line.get_label(): line.get_data() for line in door.get_lines()}
-    assert set(lines) == {"aquagail (1 seed)", "bc (1 seed)", "human"}
+    assert set(lines) == {"aquagail (1 seed)", "bc (1 seed)", "demonstrator"}
     # Five evaluations of BC, the last at distance 1: a horizontal line as long as the agent's.
     np.testing.assert_array_equal(lines["bc (1 seed)"], [[0, 2000], [1, 1]])
     np.testing.assert_array_equal(lines["aquagail (1 seed)"], [[0, 1000, 2000], [5, 4, 3]])
-    assert set(lines["human"][1]) == {3.5}
+    assert set(lines["demonstrator"][1]) == {3.5}
     assert pen.get_xlabel() == "environment steps"
 
 
@@ -117,13 +117,20 @@ def test_the_command_writes_a_picture(tmp_path, monkeypatch, suffix):
         (["nowhere", "--metric", "success"], "none of the 1 paths is a run with success"),
         (["{run}", "--out", "figure.pdf"], "name a .png or .svg file"),
         (["{broken}"], "not one of ours"),
+        (["{wide}"], "not one of ours"),
+        (["{run}", "--out", "no/folder/figure.png"], "cannot write no/folder/figure.png"),
+        (["{run}", "{later}"], "the seeds of sac have no step in common"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, words, message):
     run, broken = write_run(tmp_path, "Door", "sac", 1, [0.1]), tmp_path / "a__b__1.csv"
     broken.write_text("step,success_rate\nzero,one\n")
+    wide, later = tmp_path / "a__wide__1.csv", tmp_path / "Door__sac__2.csv"
+    wide.write_text("step,success_rate\n0,1,2\n")
+    later.write_text("step,success_rate\n7,1\n")
     with pytest.raises(SystemExit) as stopped:
-        call(monkeypatch, *(word.format(run=run, broken=broken) for word in words))
+        monkeypatch.chdir(tmp_path)
+        call(monkeypatch, *(word.format(run=run, broken=broken, wide=wide, later=later) for word in words))
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and message in error and error.count("\n") == 1
 
