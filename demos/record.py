@@ -8,7 +8,7 @@ the environment's own (dense) rewards are stored in float32, compressed, with `s
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,12 +20,14 @@ import minari
 import numpy as np
 import tyro
 from minari.data_collector import EpisodeBuffer
+from minari.storage import get_dataset_path
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import aquadqn
 
 FIRST_SEED = 1_000_000_000  # neither training nor evaluation starts an episode from these
+TRIES_PER_EPISODE = 20  # an agent that fails more often than this is not worth recording
 
 
 @dataclass
@@ -95,33 +97,52 @@ def compress(path: Path) -> None:
     smaller.replace(path)
 
 
-def main() -> None:
-    options = tyro.cli(Options)
-    os.environ["MINARI_DATASETS_PATH"] = str(Path(__file__).parent)
-    args = aquadqn.load_args(options.run)
-    env = aquadqn.make_env(args.env_id, "env")
-    policy, buffers, tried = load_policy(options.run, env), [], 0
+def record_successes(env: gym.Env, policy, options: Options) -> tuple[list[EpisodeBuffer], int]:
+    """The first successful episodes, and how many were tried for them."""
+    buffers, tried, most = [], 0, TRIES_PER_EPISODE * options.episodes
     progress = tqdm(total=options.episodes, unit="episode")
     while len(buffers) < options.episodes:
+        few = f"only {len(buffers)} of {tried} episodes succeeded: train {options.run} for longer"
+        aquadqn.require(tried < most, few)
         buffer = record_episode(env, policy, FIRST_SEED + tried, options.epsilon)
         tried += 1
         if any(buffer.infos["success"]):
             buffers.append(buffer)
             progress.update()
     progress.close()
-    dataset = minari.create_dataset_from_buffers(
-        options.dataset_id,
-        buffers,
-        env=args.env_id,
-        observation_space=gym.spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32),
-        action_space=env.action_space,
-        algorithm_name=f"AQuaDQN, epsilon {options.epsilon}, trained on {args.dataset_id}",
-        description=f"{len(buffers)} successful of {tried} episodes of {args.env_id}",
-        author="The AQuaDem in JAX authors",
-        requirements=["gymnasium-robotics==1.4.2", "mujoco==3.17.0"],
-    )
+    return buffers, tried
+
+
+def record(options: Options) -> None:
+    os.environ["MINARI_DATASETS_PATH"] = str(Path(__file__).parent)
+    args = aquadqn.load_args(options.run)
+    with aquadqn.explained(f"{options.dataset_id!r} cannot be recorded"):
+        exists = Path(get_dataset_path(options.dataset_id)).exists()
+    aquadqn.require(not exists, f"dataset {options.dataset_id!r} exists already: delete it first, or name another")
+    env = aquadqn.make_env(args.env_id, "env")
+    buffers, tried = record_successes(env, load_policy(options.run, env), options)
+    with aquadqn.explained(f"cannot write dataset {options.dataset_id!r}"):
+        dataset = minari.create_dataset_from_buffers(
+            options.dataset_id,
+            buffers,
+            env=replace(env.unwrapped.spec, max_episode_steps=env.spec.max_episode_steps),
+            observation_space=gym.spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32),
+            action_space=env.action_space,
+            algorithm_name=f"AQuaDQN, epsilon {options.epsilon}, trained on {args.dataset_id}",
+            description=f"{len(buffers)} successful of {tried} episodes of {args.env_id}",
+            author="The AQuaDem in JAX authors",
+            requirements=["gymnasium-robotics==1.4.2", "mujoco==3.17.0"],
+        )
     compress(Path(dataset.spec.data_path) / "main_data.hdf5")
     print(f"{options.dataset_id}: {len(buffers)} successful of {tried} episodes, {dataset.total_steps} steps")
+
+
+def main() -> None:
+    try:
+        record(tyro.cli(Options, description=__doc__))
+    except aquadqn.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
