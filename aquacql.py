@@ -155,6 +155,7 @@ def check_offline_args(args: Args) -> None:
     bounds = dict.fromkeys(f"{counts} checkpoint_every".split(), (1, math.inf))
     bounds |= {"candidate_steps": (0, math.inf), "cql_alpha": (0, 1e9), "gamma": (0, 1)}
     bounds |= dict.fromkeys(["temperature", "learning_rate", "candidate_learning_rate", "munchausen_tau"], (1e-9, 1e9))
+    bounds |= {"munchausen_alpha": (0, 1), "munchausen_clip": (-1e9, 0)}
     for name, (low, high) in {**bounds, "seed": (0, EVALUATION_SEED - args.num_seeds)}.items():
         value = getattr(args, name)
         require(low <= value <= high, f"--{name.replace('_', '-')} is {value}: give a number from {low} to {high}")
@@ -203,8 +204,11 @@ def make_evaluation_env(args: Args, render: bool = False) -> gym.Env:
     """--env-id, or the dataset's own environment with its own arguments and time limit."""
     environment = args.env_id
     if args.env_spec:
-        with explained(f"cannot read the environment of dataset {args.dataset_id!r}"):
-            environment = gym.envs.registration.EnvSpec.from_json(args.env_spec)
+        with explained(f"cannot read the environment of dataset {args.dataset_id!r}, name it with --env-id"):
+            known = {field.name for field in dataclasses.fields(gym.envs.registration.EnvSpec)}
+            # Specifications from before Gymnasium 1.0 have fields that are no more.
+            spec = {key: value for key, value in json.loads(args.env_spec).items() if key in known}
+            environment = gym.envs.registration.EnvSpec.from_json(json.dumps(spec))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # v4 is not the newest: D4RL's data is older still
         return make_env(environment, "env", render)
@@ -295,7 +299,7 @@ def read_d4rl_fields(path: Path, env: gym.Env) -> dict[str, np.ndarray]:
     shapes = {"observations": env.observation_space.shape, "actions": env.action_space.shape}
     shapes["next_observations"] = shapes["observations"]
     for name, array in fields.items():
-        shape = (len(fields["actions"]), *shapes.get(name, ()))
+        shape = (len(np.atleast_1d(fields["actions"])), *shapes.get(name, ()))
         require(array.shape == shape, f"{path}: field {name} has shape {array.shape}, {env.spec.id} needs {shape}")
         require(np.isfinite(array).all(), f"{path}: field {name} of shape {shape} holds NaN or infinite values")
     return fields
@@ -654,8 +658,9 @@ def candidate_picture(candidates: np.ndarray, actions: np.ndarray, steps: Sequen
         for k, candidate in enumerate(candidates[panel]):
             axis.plot(candidate, "o-", color=colours[k], lw=1, ms=3, alpha=0.8, label=f"candidate {k}")
         axis.plot(actions[panel], "o-", color="black", lw=1.5, ms=4, label="demonstrated")
-        limits = (float(box.low.min()) - 0.3, float(box.high.max()) + 0.3)
-        axis.set(title=f"step {step}", xlabel="action dimension", ylabel="value", ylim=limits)
+        axis.set(title=f"step {step}", xlabel="action dimension", ylabel="value")
+        if np.isfinite(box.low).all() and np.isfinite(box.high).all():
+            axis.set_ylim(float(box.low.min()) - 0.3, float(box.high.max()) + 0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, format="rgba")
@@ -679,7 +684,7 @@ def evaluate_seeds(policy: Callable, params: Any, candidate_params: Any, envs: l
 
 def normalized_score(returns: Any, low: float | None, high: float | None) -> Any:
     """D4RL's: 0 for the return of a random policy, 100 for an expert's; NaN where these are not known."""
-    return math.nan * returns if low is None else 100 * (returns - low) / (high - low)
+    return math.nan * returns if low is None or high is None else 100 * (returns - low) / (high - low)
 
 
 # -------------------------------------------------------------------------------------------------- run folder
@@ -710,13 +715,24 @@ def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
     return jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]), meta
 
 
-def make_run_folder(args: Args, warning: str | None) -> Path:
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
-    with explained(f"cannot make the run folder {run}"):
-        run.mkdir(parents=True)
-    (run / "args.json").write_text(json.dumps({**dataclasses.asdict(args), "warning": warning}, indent=2))
-    return run
+def open_run_folder(args: Args, warning: str | None) -> tuple[Path, str | None]:
+    """The folder of a new run, or of the one to resume: it keeps its warning, and from now on the present arguments, so
+    that a longer run that is interrupted again goes on to its new end."""
+    if args.track:
+        with explained("--track needs Weights & Biases (pip install wandb)"):
+            import wandb  # noqa: F401
+    if args.resume:
+        run = Path(args.resume)
+        warning = json.loads((run / "args.json").read_text()).get("warning")
+    else:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
+        with explained(f"cannot make the run folder {run}"):
+            run.mkdir(parents=True)
+    partial = run / "args.partial"
+    partial.write_text(json.dumps({**dataclasses.asdict(args), "resume": None, "warning": warning}, indent=2))
+    partial.replace(run / "args.json")
+    return run, warning
 
 
 def load_args(run: Path) -> Args:
@@ -761,9 +777,8 @@ def write_score_table(args: Args, run: Path, step: int, table: dict[str, np.ndar
         for name in ("episodic_return", "normalized_score"):
             scores[f"{name}_deviation"] = table[name].std(ddof=1)
         for i in range(args.num_seeds):
-            environment, name, *_ = run.name.split("__")
-            row = {column: values[i] for column, values in table.items()}
-            write_row(run / f"{environment}__{name}__{args.seed + i}.csv", step, row)
+            name = re.sub(r"[^\w.-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed + i}")
+            write_row(run / f"{name}.csv", step, {column: values[i] for column, values in table.items()})
     write_row(run / "evaluations.csv", step, scores)
     for tag, score in scores.items():
         if tag != "episodes" and np.isfinite(score):
@@ -796,9 +811,10 @@ def make_log(args: Args, run: Path, warning: str | None) -> Any:
     from tensorboardX import SummaryWriter
 
     if args.track:
-        with explained("--track needs Weights & Biases (pip install wandb)"):
-            import wandb
-        wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
+        import wandb
+
+        with explained("Weights & Biases does not start: run without --track"):
+            wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
     log = SummaryWriter(str(run))
     table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
     log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
@@ -813,7 +829,8 @@ def describe_data(args: Args, data: Demonstrations, log: Any) -> None:
     returns = np.bincount(np.cumsum(data.ends) - data.ends, data.rewards)  # (episodes,)
     score = normalized_score(returns.mean(), args.ref_min_score, args.ref_max_score)
     log.add_scalar("data/episodic_return", returns.mean(), 0)
-    log.add_scalar("data/normalized_score", score, 0)
+    if math.isfinite(score):
+        log.add_scalar("data/normalized_score", score, 0)
     if not args.quiet:
         means = f"mean return {returns.mean():.1f}, normalised score {score:.1f}"
         print(f"data: {len(data.rewards)} steps, {len(returns)} episodes, {means}", file=sys.stderr)
@@ -862,6 +879,7 @@ def train_all_candidates(
         progress.set_postfix(loss=f"{loss:.5f}", refresh=False)
         progress.update(block)
         if step % (20 * GRADIENT_BLOCK) == 0 or signals:
+            log.flush()  # a kill loses what is not written, and a resumed run does not log it again
             save_arrays(unfinished, states, step=step)
             exit_if_asked(signals, run)
     progress.close()
@@ -931,6 +949,7 @@ def train_agents(
     if (run / "state.npz").exists():
         agents, meta = load_arrays(run / "state.npz", agents)
         step = meta["step"]
+        require(step <= args.gradient_steps, f"{run} is at step {step} already: give --gradient-steps no less")
     update = make_cql_updates(q_network, optimizer, args)
     policy = make_greedy_policy(q_network, network, env.action_space)
     eval_envs = [make_evaluation_env(args, args.capture_video and i == 0) for i in range(args.eval_episodes)]
@@ -955,7 +974,7 @@ def train_agents(
         agents, metrics = update(agents, data, indices, block)
         step, metrics = step + block, np.asarray(metrics).mean(axis=0)
         if not np.isfinite(metrics).all():
-            sys.exit(f"error: the loss is {metrics[0]} at step {step}; the last good checkpoint is in {run}")
+            sys.exit(f"error: the loss is {metrics[0]} at step {step}: lower --learning-rate")
         for tag, value in zip(("q_loss", "conservative", "bellman", "q_value"), metrics):
             log.add_scalar(f"losses/{tag}", float(value), step)
         log.add_scalar("charts/SPS", block / (time.perf_counter() - logged_time), step)
@@ -964,6 +983,7 @@ def train_agents(
         progress.set_postfix(shown, refresh=False)
         progress.update(block)
         if step % args.checkpoint_every == 0 or step == args.gradient_steps or signals:
+            log.flush()  # a kill loses what is not written, and a resumed run does not log it again
             save_arrays(run / "state.npz", agents, step=step)
             exit_if_asked(signals, run)
     progress.set_postfix(shown)
@@ -975,11 +995,11 @@ def train(args: Args) -> Path:
     check_offline_args(args)
     data, env = load_dataset(args)
     network = CandidateNetwork(args.num_actions, env.action_space.shape[0], torso=(256, 256, 256))
-    if args.candidates_from:
+    if args.candidates_from and not args.resume:  # a run has a copy of its own
         load_seeds(Path(args.candidates_from) / "candidates.npz", network, data.observations.shape[1], args.num_seeds)
     signals = catch_signals()
-    run = Path(args.resume) if args.resume else make_run_folder(args, None)
-    log = make_log(args, run, None)
+    run, warning = open_run_folder(args, None)
+    log = make_log(args, run, warning)
     describe_data(args, data, log)
     params = train_all_candidates(args, run, network, data, log, signals)
     indices = [discretise(args, network, of_seed(params, i), data, log) for i in range(args.num_seeds)]

@@ -197,6 +197,7 @@ def check_imitation_args(args: Args) -> None:
     bounds |= dict.fromkeys([*dropouts, *(f"discriminator_{name}" for name in dropouts)], (0, 0.99))
     rates = ["learning_rate", "candidate_learning_rate", "discriminator_learning_rate"]
     bounds |= dict.fromkeys(["temperature", "munchausen_tau", *rates], (1e-9, 1e9))
+    bounds |= {"munchausen_alpha": (0, 1), "munchausen_clip": (-1e9, 0)}
     for name, (low, high) in {**bounds, "seed": (0, EVALUATION_SEED - 1)}.items():
         value = getattr(args, name)
         if value is not None:
@@ -883,8 +884,9 @@ def candidate_picture(candidates: np.ndarray, actions: np.ndarray, steps: Sequen
         for k, candidate in enumerate(candidates[panel]):
             axis.plot(candidate, "o-", color=colours[k], lw=1, ms=3, alpha=0.8, label=f"candidate {k}")
         axis.plot(actions[panel], "o-", color="black", lw=1.5, ms=4, label="demonstrated")
-        limits = (float(box.low.min()) - 0.3, float(box.high.max()) + 0.3)
-        axis.set(title=f"step {step}", xlabel="action dimension", ylabel="value", ylim=limits)
+        axis.set(title=f"step {step}", xlabel="action dimension", ylabel="value")
+        if np.isfinite(box.low).all() and np.isfinite(box.high).all():
+            axis.set_ylim(float(box.low.min()) - 0.3, float(box.high.max()) + 0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, format="rgba")
@@ -920,13 +922,24 @@ def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
     return jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]), meta
 
 
-def make_run_folder(args: Args, warning: str | None) -> Path:
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
-    with explained(f"cannot make the run folder {run}"):
-        run.mkdir(parents=True)
-    (run / "args.json").write_text(json.dumps({**dataclasses.asdict(args), "warning": warning}, indent=2))
-    return run
+def open_run_folder(args: Args, warning: str | None) -> tuple[Path, str | None]:
+    """The folder of a new run, or of the one to resume: it keeps its warning, and from now on the present arguments, so
+    that a longer run that is interrupted again goes on to its new end."""
+    if args.track:
+        with explained("--track needs Weights & Biases (pip install wandb)"):
+            import wandb  # noqa: F401
+    if args.resume:
+        run = Path(args.resume)
+        warning = json.loads((run / "args.json").read_text()).get("warning")
+    else:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
+        with explained(f"cannot make the run folder {run}"):
+            run.mkdir(parents=True)
+    partial = run / "args.partial"
+    partial.write_text(json.dumps({**dataclasses.asdict(args), "resume": None, "warning": warning}, indent=2))
+    partial.replace(run / "args.json")
+    return run, warning
 
 
 def load_args(run: Path) -> Args:
@@ -1009,9 +1022,10 @@ def make_log(args: Args, run: Path, warning: str | None) -> Any:
     from tensorboardX import SummaryWriter
 
     if args.track:
-        with explained("--track needs Weights & Biases (pip install wandb)"):
-            import wandb
-        wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
+        import wandb
+
+        with explained("Weights & Biases does not start: run without --track"):
+            wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
     log = SummaryWriter(str(run))
     table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
     log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
@@ -1057,6 +1071,7 @@ def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstra
             progress.set_postfix(loss=f"{loss:.5f}", refresh=False)
             progress.update(block)
             if step % (20 * CANDIDATE_BLOCK) == 0 or signals:
+                log.flush()  # a kill loses what is not written, and a resumed run does not log it again
                 save_arrays(unfinished, state, step=step)
                 exit_if_asked(signals, run)
         progress.close()
@@ -1126,6 +1141,7 @@ def train_imitation(
     if (run / "state.npz").exists():
         (agent, discriminator, act_key), meta = load_arrays(run / "state.npz", (agent, discriminator, act_key))
         env.unwrapped.np_random.bit_generator.state, step = meta["env_generator"], meta["step"]
+        require(step <= args.total_timesteps, f"{run} is at step {step} already: give --total-timesteps no less")
         past, stored = restore_rows(run / "replay.f32", step, row_size), step - step % UPDATE_BLOCK
         kept = np.arange(max(0, stored - capacity), stored)
         rows[kept % capacity], block = past[kept], list(np.array(past[stored:]))
@@ -1146,6 +1162,7 @@ def train_imitation(
 
     while True:
         if step % args.eval_every == 0 or step >= args.total_timesteps:
+            started = time.perf_counter()
             result, distance = evaluate_clone(greedy, agent.params, eval_envs, reference)
             save_arrays(run / "agent.npz", agent.params, step=step)
             write_scores(run / "evaluations.csv", step, result, distance, reference.human, log)
@@ -1153,6 +1170,7 @@ def train_imitation(
             progress.set_postfix({name: f"{value:.2f}" for name, value in summary.items()}, refresh=False)
             if result.frames:
                 write_video(run / "videos" / f"step_{step}.mp4", result.frames, env.metadata.get("render_fps", 30))
+            logged_time += time.perf_counter() - started  # SPS is the speed of training alone
         if step >= args.total_timesteps:
             break
         packed, act_key = policy(agent.params, candidate_params, observation, act_key, epsilon=args.epsilon)
@@ -1171,7 +1189,7 @@ def train_imitation(
                 agent, discriminator, metrics = learn(agent, discriminator, experience, expert)
                 metrics = dict(zip(METRICS, np.asarray(metrics).tolist()))
                 if not all(map(math.isfinite, metrics.values())):
-                    sys.exit(f"error: not finite at step {step}: {metrics}; the last good checkpoint is in {run}")
+                    sys.exit(f"error: not finite at step {step}: {metrics}; lower --learning-rate")
                 if step - logged_step >= 1000:
                     for tag, value in metrics.items():
                         log.add_scalar(tag, value, step)
@@ -1187,6 +1205,7 @@ def train_imitation(
                 append_rows(run / "replay.f32", unsaved)
                 generator = env.unwrapped.np_random.bit_generator.state
                 states = (agent, discriminator, act_key)
+                log.flush()  # a kill loses what is not written, and a resumed run does not log it again
                 save_arrays(run / "state.npz", states, step=step, env_generator=generator)
                 unsaved, saved_step = [], step
                 exit_if_asked(signals, run)
@@ -1204,10 +1223,10 @@ def train(args: Args) -> Path:
     else:  # demonstrations that do not report success serve as well
         demos, warning = load_demonstrations(args.dataset_id, env, sparse=False, num_demos=args.num_demos), None
     network = make_candidate_network(args, env.action_space.shape[0])
-    if args.candidates_from:
+    if args.candidates_from and not args.resume:  # a run has a copy of its own
         load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
     signals = catch_signals()
-    run = Path(args.resume) if args.resume else make_run_folder(args, warning)
+    run, warning = open_run_folder(args, warning)
     log = make_log(args, run, warning)
     if not (run / "reference.npz").exists():
         save_arrays(run / "reference.npz", make_reference(demos, args.quiet))

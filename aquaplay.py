@@ -191,6 +191,7 @@ def check_play_args(args: Args) -> None:
     bounds |= dict.fromkeys(["epsilon", "gamma"], (0, 1))
     bounds |= dict.fromkeys(["input_dropout", "hidden_dropout"], (0, 0.99))
     bounds |= dict.fromkeys(["temperature", "learning_rate", "candidate_learning_rate", "munchausen_tau"], (1e-9, 1e9))
+    bounds |= {"munchausen_alpha": (0, 1), "munchausen_clip": (-1e9, 0)}
     for name, (low, high) in {**bounds, "seed": (0, EVALUATION_SEED - 1)}.items():
         value = getattr(args, name)
         if value is not None:
@@ -736,10 +737,14 @@ def record_script(args: CollectArgs, index: int) -> PlayEpisode:
     return record_episode(args, index, Player)
 
 
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def record_all(args: CollectArgs) -> list[PlayEpisode]:
     if args.device != "script":
         return record_person(args)
-    processes = min(args.num_episodes, len(os.sched_getaffinity(0)))
+    processes = min(args.num_episodes, usable_cores())
     progress = {"desc": "play", "total": args.num_episodes, "unit": "episode", "disable": args.quiet}
     if processes == 1:
         return [record_script(args, index) for index in tqdm(range(args.num_episodes), **progress)]
@@ -1213,8 +1218,9 @@ def candidate_picture(candidates: np.ndarray, actions: np.ndarray, steps: Sequen
         for k, candidate in enumerate(candidates[panel]):
             axis.plot(candidate, "o-", color=colours[k], lw=1, ms=3, alpha=0.8, label=f"candidate {k}")
         axis.plot(actions[panel], "o-", color="black", lw=1.5, ms=4, label="demonstrated")
-        limits = (float(box.low.min()) - 0.3, float(box.high.max()) + 0.3)
-        axis.set(title=f"step {step}", xlabel="action dimension", ylabel="value", ylim=limits)
+        axis.set(title=f"step {step}", xlabel="action dimension", ylabel="value")
+        if np.isfinite(box.low).all() and np.isfinite(box.high).all():
+            axis.set_ylim(float(box.low.min()) - 0.3, float(box.high.max()) + 0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, format="rgba")
@@ -1250,13 +1256,24 @@ def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
     return jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]), meta
 
 
-def make_run_folder(args: Args, warning: str | None) -> Path:
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
-    with explained(f"cannot make the run folder {run}"):
-        run.mkdir(parents=True)
-    (run / "args.json").write_text(json.dumps({**dataclasses.asdict(args), "warning": warning}, indent=2))
-    return run
+def open_run_folder(args: Args, warning: str | None) -> tuple[Path, str | None]:
+    """The folder of a new run, or of the one to resume: it keeps its warning, and from now on the present arguments, so
+    that a longer run that is interrupted again goes on to its new end."""
+    if args.track:
+        with explained("--track needs Weights & Biases (pip install wandb)"):
+            import wandb  # noqa: F401
+    if args.resume:
+        run = Path(args.resume)
+        warning = json.loads((run / "args.json").read_text()).get("warning")
+    else:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
+        with explained(f"cannot make the run folder {run}"):
+            run.mkdir(parents=True)
+    partial = run / "args.partial"
+    partial.write_text(json.dumps({**dataclasses.asdict(args), "resume": None, "warning": warning}, indent=2))
+    partial.replace(run / "args.json")
+    return run, warning
 
 
 def load_args(run: Path) -> Args:
@@ -1327,9 +1344,10 @@ def make_log(args: Args, run: Path, warning: str | None) -> Any:
     from tensorboardX import SummaryWriter
 
     if args.track:
-        with explained("--track needs Weights & Biases (pip install wandb)"):
-            import wandb
-        wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
+        import wandb
+
+        with explained("Weights & Biases does not start: run without --track"):
+            wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
     log = SummaryWriter(str(run))
     table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
     log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
@@ -1375,6 +1393,7 @@ def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstra
             progress.set_postfix(loss=f"{loss:.5f}", refresh=False)
             progress.update(block)
             if step % (20 * CANDIDATE_BLOCK) == 0 or signals:
+                log.flush()  # a kill loses what is not written, and a resumed run does not log it again
                 save_arrays(unfinished, state, step=step)
                 exit_if_asked(signals, run)
         progress.close()
@@ -1453,6 +1472,7 @@ def train_play_agent(
     if (run / "state.npz").exists():
         (agent, act_key), meta = load_arrays(run / "state.npz", (agent, act_key))
         env.unwrapped.np_random.bit_generator.state, step = meta["env_generator"], meta["step"]
+        require(step <= args.total_timesteps, f"{run} is at step {step} already: give --total-timesteps no less")
         past, stored = restore_rows(run / "replay.f32", step, row_size), step - step % UPDATE_BLOCK
         kept = np.arange(max(0, stored - capacity), stored)
         rows[kept % capacity], block = past[kept], list(np.array(past[stored:]))
@@ -1473,6 +1493,7 @@ def train_play_agent(
 
     while True:
         if step % args.eval_every == 0 or step >= args.total_timesteps:
+            started = time.perf_counter()
             result = evaluate(greedy, eval_envs)
             save_arrays(run / "agent.npz", agent.params, step=step)
             write_evaluation(run / "evaluations.csv", step, result, log)
@@ -1480,6 +1501,7 @@ def train_play_agent(
             progress.set_postfix({name: f"{value:.2f}" for name, value in summary.items()}, refresh=False)
             if result.frames:
                 write_video(run / "videos" / f"step_{step}.mp4", result.frames, env.metadata["render_fps"])
+            logged_time += time.perf_counter() - started  # SPS is the speed of training alone
         if step >= args.total_timesteps:
             break
         packed, act_key = policy(agent.params, candidate_params, observation, act_key, epsilon=args.epsilon)
@@ -1498,7 +1520,7 @@ def train_play_agent(
                 agent, metrics = learn(agent, replay)
                 loss, q_value = np.asarray(metrics)
                 if not np.isfinite(loss):
-                    sys.exit(f"error: the Q-loss is {loss} at step {step}; the last good checkpoint is in {run}")
+                    sys.exit(f"error: the Q-loss is {loss} at step {step}: lower --learning-rate")
                 if step - logged_step >= 1000:
                     log.add_scalar("losses/q_loss", loss, step)
                     log.add_scalar("losses/q_value", q_value, step)
@@ -1512,6 +1534,7 @@ def train_play_agent(
             if step + episode_length > saved_step + args.checkpoint_every or signals:
                 append_rows(run / "replay.f32", unsaved)
                 generator = env.unwrapped.np_random.bit_generator.state
+                log.flush()  # a kill loses what is not written, and a resumed run does not log it again
                 save_arrays(run / "state.npz", (agent, act_key), step=step, env_generator=generator)
                 unsaved, saved_step = [], step
                 exit_if_asked(signals, run)
@@ -1522,6 +1545,15 @@ def train_play_agent(
     return result
 
 
+def mark_candidates(args: Args, run: Path, demos: Demonstrations) -> None:
+    """Says from what the candidates were trained, to find them again; borrowed ones keep the mark they had."""
+    mark, source = run / "candidates.json", Path(args.candidates_from or run) / "candidates.json"
+    if args.candidates_from is None:
+        mark.write_text(json.dumps({"fingerprint": fingerprint(args, demos)}))
+    elif source.exists():
+        mark.write_text(source.read_text())
+
+
 def make_candidates(args: Args, run: Path, demos: Demonstrations | None, box: Any, log: Any, signals: list) -> tuple:
     """The first stage: network and parameters of the candidates, learned from play or a fixed mesh."""
     if args.discretization in MESHES:
@@ -1530,7 +1562,7 @@ def make_candidates(args: Args, run: Path, demos: Demonstrations | None, box: An
         return FixedCandidates(args.num_actions, len(box.low)), params
     network = make_candidate_network(args, len(box.low))
     params = train_candidates(args, run, network, demos, log, signals)
-    (run / "candidates.json").write_text(json.dumps({"fingerprint": fingerprint(args, demos)}))
+    mark_candidates(args, run, demos)
     thinned = Demonstrations(*(array[:: 1 + len(array) // 10_000] for array in demos))  # all would take half a minute
     discretise(args, network, params, thinned, log)
     length = min(500, int(np.argmax(demos.ends)) + 1)
@@ -1571,13 +1603,13 @@ def train(args: Args) -> tuple[Path, Evaluation]:
             args.candidates_from = find_candidates(fingerprint(args, demos))
             if args.candidates_from and not args.quiet:
                 print(f"candidates: the same play and settings were trained before, reusing {args.candidates_from}")
-        if args.candidates_from:
+        if args.candidates_from and not args.resume:  # a run has a copy of its own
             load_candidates(
                 Path(args.candidates_from), make_candidate_network(args, len(box.low)), len(demos.observations[0])
             )
     signals = catch_signals()
-    run = Path(args.resume) if args.resume else make_run_folder(args, None)
-    log = make_log(args, run, None)
+    run, warning = open_run_folder(args, None)
+    log = make_log(args, run, warning)
     network, params = make_candidates(args, run, demos, box, log, signals)
     result = train_play_agent(args, run, env, network, params, log, signals)
     log.close()

@@ -220,6 +220,7 @@ def check_sac_args(args: Args) -> None:
     bounds |= dict.fromkeys(["demo_ratio", "gamma", "tau", "reward_balance"], (0, 1))
     bounds |= dict.fromkeys(["discriminator_input_dropout", "discriminator_hidden_dropout"], (0, 0.99))
     bounds |= dict.fromkeys(["learning_rate", "discriminator_learning_rate", "reward_scale"], (1e-9, 1e9))
+    bounds |= {"min_demo_reward": (-1e38, 1e38)}
     for name, (low, high) in {**bounds, "seed": (0, EVALUATION_SEED - 1)}.items():
         value = getattr(args, name, None)
         if value is not None:
@@ -1126,13 +1127,24 @@ def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
     return jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]), meta
 
 
-def make_run_folder(args: Args, warning: str | None) -> Path:
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
-    with explained(f"cannot make the run folder {run}"):
-        run.mkdir(parents=True)
-    (run / "args.json").write_text(json.dumps({**dataclasses.asdict(args), "warning": warning}, indent=2))
-    return run
+def open_run_folder(args: Args, warning: str | None) -> tuple[Path, str | None]:
+    """The folder of a new run, or of the one to resume: it keeps its warning, and from now on the present arguments, so
+    that a longer run that is interrupted again goes on to its new end."""
+    if args.track:
+        with explained("--track needs Weights & Biases (pip install wandb)"):
+            import wandb  # noqa: F401
+    if args.resume:
+        run = Path(args.resume)
+        warning = json.loads((run / "args.json").read_text()).get("warning")
+    else:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
+        with explained(f"cannot make the run folder {run}"):
+            run.mkdir(parents=True)
+    partial = run / "args.partial"
+    partial.write_text(json.dumps({**dataclasses.asdict(args), "resume": None, "warning": warning}, indent=2))
+    partial.replace(run / "args.json")
+    return run, warning
 
 
 def load_sac_args(run: Path) -> Args:
@@ -1225,9 +1237,10 @@ def make_log(args: Args, run: Path, warning: str | None) -> Any:
     from tensorboardX import SummaryWriter
 
     if args.track:
-        with explained("--track needs Weights & Biases (pip install wandb)"):
-            import wandb
-        wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
+        import wandb
+
+        with explained("Weights & Biases does not start: run without --track"):
+            wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
     log = SummaryWriter(str(run))
     table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
     log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
@@ -1255,11 +1268,16 @@ def recording_ids(dataset_id: str) -> list[str]:
 def check_recording(dataset_id: str) -> None:
     from minari.storage import get_dataset_path
 
-    well_formed = re.fullmatch(r"([\w.-]+/)*[\w.-]+-v\d+", dataset_id)
+    well_formed = re.fullmatch(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+", dataset_id)
     require(well_formed, f"{dataset_id!r} is not a Minari id: give --record-dataset one like me/hopper/medium-v0")
     for name in recording_ids(dataset_id):
         exists = Path(get_dataset_path(name)).exists()
         require(not exists, f"dataset {name!r} exists already: give --record-dataset another id")
+
+
+def require_flat(env: gym.Env) -> None:
+    flat = isinstance(env.env.observation_space, gym.spaces.Box)
+    require(flat, f"{env.spec.id} has dictionary observations: --record-dataset needs a Box")
 
 
 def roll_out_policy(policy: Callable, params: Any, env: gym.Env, steps: int, seed: int, quiet: bool) -> np.ndarray:
@@ -1305,8 +1323,7 @@ def record_datasets(args: Args, run: Path) -> None:
     saved = load_sac_args(run)
     env = make_task(saved)
     obs_dim, box = env.observation_space.shape[0], env.action_space
-    flat = isinstance(env.env.observation_space, gym.spaces.Box)
-    require(flat, f"{saved.env_id} has dictionary observations: --record-dataset needs a Box")
+    require_flat(env)
     params, meta = load_actor(run, env)
     row_size, path = 2 * obs_dim + len(box.low) + 3, run / "replay.f32"
     count = min(meta["step"], path.stat().st_size // (4 * row_size) if path.exists() else 0)
@@ -1322,7 +1339,7 @@ def record_datasets(args: Args, run: Path) -> None:
             dataset = minari.create_dataset_from_buffers(
                 name,
                 episode_buffers(rows, obs_dim, saved.reward == "sparse"),
-                env=env.unwrapped.spec,
+                env=dataclasses.replace(env.unwrapped.spec, max_episode_steps=env.spec.max_episode_steps),
                 observation_space=gym.spaces.Box(-np.inf, np.inf, (obs_dim,), np.float32),
                 action_space=box,
                 ref_min_score=low,
@@ -1338,12 +1355,12 @@ def record_datasets(args: Args, run: Path) -> None:
 # --------------------------------------------------------------------------------------------------- training
 
 
-def finite(values: dict[str, Any], step: int, run: Path) -> dict[str, np.ndarray]:
+def finite(values: dict[str, Any], step: int) -> dict[str, np.ndarray]:
     """The values on the host, or the end: what is not finite once stays so, and must not reach a checkpoint."""
     values = {name: np.asarray(value) for name, value in values.items()}
     bad = [name for name, value in values.items() if not np.isfinite(value).all()]
     if bad:
-        sys.exit(f"error: not finite at step {step}: {', '.join(bad)}; the last good checkpoint is in {run}")
+        sys.exit(f"error: not finite at step {step}: {', '.join(bad)}; lower --learning-rate")
     return values
 
 
@@ -1368,6 +1385,7 @@ def train_sac(
     if (run / "state.npz").exists():
         (agent, act_key), meta = load_arrays(run / "state.npz", (agent, act_key))
         env.unwrapped.np_random.bit_generator.state, step = meta["env_generator"], meta["step"]
+        require(step <= args.total_timesteps, f"{run} is at step {step} already: give --total-timesteps no less")
         kept = np.arange(max(0, step - capacity), step)
         rows[kept % capacity] = restore_rows(run / "replay.f32", step, row_size)[kept]
     else:
@@ -1383,7 +1401,8 @@ def train_sac(
 
     while True:
         if step % args.eval_every == 0 or step >= args.total_timesteps:
-            finite(metrics, step, run)
+            started = time.perf_counter()
+            finite(metrics, step)
             result, distance = evaluate_actor(policy, agent.params.actor, eval_envs, reference)
             save_arrays(run / "agent.npz", agent.params.actor, step=step)
             if reference is None:
@@ -1394,14 +1413,14 @@ def train_sac(
             progress.set_postfix({name: f"{value:.2f}" for name, value in summary.items()}, refresh=False)
             if result.frames:
                 write_video(run / "videos" / f"step_{step}.mp4", result.frames, env.metadata.get("render_fps", 30))
-            logged_step, logged_time = step, time.perf_counter()
+            logged_time += time.perf_counter() - started  # SPS is the speed of training alone
         if step >= args.total_timesteps:
             break
         mode = "random" if step < args.learning_starts else "sample"
         action, act_key = policy(agent.params.actor, observation, act_key, mode=mode)
         if step > args.learning_starts:  # JAX does not wait for the result, so the environment steps meanwhile
             agent, metrics = learn(agent, replay, demos)
-        action = finite({"action": action}, step, run)["action"]
+        action = finite({"action": action}, step)["action"]
         next_observation, reward, terminated, truncated, info = env.step(action)
         row = pack_transitions(observation, next_observation, action, reward, terminated, terminated or truncated)
         replay = store_rows(replay, row[None])
@@ -1411,7 +1430,7 @@ def train_sac(
         episode_return, episode_length = episode_return + reward, episode_length + 1
         success = max(success, float(info.get("success", 0)))
         if step - logged_step >= 1000:
-            for name, value in finite(metrics, step, run).items():
+            for name, value in finite(metrics, step).items():
                 log.add_scalar(f"losses/{name}", value, step)
             log.add_scalar("charts/SPS", (step - logged_step) / (time.perf_counter() - logged_time), step)
             logged_step, logged_time = step, time.perf_counter()
@@ -1422,15 +1441,26 @@ def train_sac(
                 log.add_scalar("charts/success", success, step)
             # An environment can be restored between two episodes only, so save before one more passes the limit.
             if step + episode_length > saved_step + args.checkpoint_every or signals:
-                finite(metrics, step, run)
+                finite(metrics, step)
                 append_rows(run / "replay.f32", unsaved)
                 generator = env.unwrapped.np_random.bit_generator.state
+                log.flush()  # a kill loses what is not written, and a resumed run does not log it again
                 save_arrays(run / "state.npz", (agent, act_key), step=step, env_generator=generator)
                 unsaved, saved_step = [], step
                 exit_if_asked(signals, run)
             observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
     append_rows(run / "replay.f32", unsaved)  # for --record-dataset; --resume cuts it off again
     progress.close()
+
+
+def raise_rewards(rewards: np.ndarray, lowest: float | None, reward: str) -> np.ndarray:
+    """Demonstrated rewards, no less than the minimum. The paper has it for the sparse reward; with another it can make
+    demonstrations look better than they were, so say what it does."""
+    raised = np.maximum(rewards, -math.inf if lowest is None else lowest)
+    if reward == "env" and (raised > rewards).any():
+        share = f"{np.mean(raised > rewards):.0%} of the demonstrated rewards"
+        print(f"--min-demo-reward {lowest} raises {share}; with None they stay as they are", file=sys.stderr)
+    return raised
 
 
 def load_demo_replay(args: SACfDArgs | GAILArgs, env: gym.Env) -> tuple[Demonstrations, ContinuousReplay, str | None]:
@@ -1440,8 +1470,7 @@ def load_demo_replay(args: SACfDArgs | GAILArgs, env: gym.Env) -> tuple[Demonstr
     else:
         sparse = args.reward == "sparse" and args.method == "sacfd"  # GAIL's may lack success: it needs no reward
         demos, warning = load_demonstrations(args.dataset_id, env, sparse, args.num_demos), None
-    lowest = getattr(args, "min_demo_reward", None)
-    rewards = np.maximum(demos.rewards, -math.inf if lowest is None else lowest)
+    rewards = raise_rewards(demos.rewards, getattr(args, "min_demo_reward", None), args.reward)
     states = demos.observations, demos.next_observations
     rows = pack_transitions(*states, demos.actions, rewards, demos.terminations, demos.ends)
     return demos, ContinuousReplay(jnp.asarray(rows), jnp.asarray(len(rows))), warning
@@ -1452,10 +1481,12 @@ def train(args: Args) -> Path:
     check_sac_args(args)
     env, demo_replay, reference, warning = make_task(args), None, None, None
     require_bounds(env)
+    if args.record_dataset:
+        require_flat(env)
     args.reward = "sparse" if isinstance(env.env, SparseReward) else "env"
     if args.method != "sac":
         demos, demo_replay, warning = load_demo_replay(args, env)
-    run = Path(args.resume) if args.resume else make_run_folder(args, warning)
+    run, warning = open_run_folder(args, warning)
     log, signals = make_log(args, run, warning), catch_signals()
     if args.method == "gail":
         if not (run / "reference.npz").exists():
@@ -1503,8 +1534,10 @@ Command = (
 def parse_sac_command(argv: list[str]) -> SACArgs | SACfDArgs | GAILArgs:
     """`--resume RUN` and `--evaluate RUN` need no subcommand, for a run knows its own. A resumed run has its own
     arguments too: only what does not change the learning may be given anew."""
+    flags = ("--resume", "--evaluate")
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith(flags) else [word])]
     for flag, run in zip(argv, argv[1:]):
-        if flag in ("--resume", "--evaluate") and argv[0].startswith("-"):
+        if flag in flags and argv[0].startswith("-"):
             argv = [load_sac_args(Path(run)).method, *argv]
             break
     args = tyro.cli(Command, args=argv, description=__doc__)

@@ -290,6 +290,14 @@ def test_minari_and_d4rl_give_equal_batches(datasets, tmp_path):
     assert one_env.unwrapped.spec.entry_point == other_env.unwrapped.spec.entry_point == "tiny_env:Reach"
 
 
+def test_environments_recorded_before_gymnasium_1_are_understood():
+    spec = {"id": "Reach-v0", "entry_point": "tiny_env:Reach", "max_episode_steps": 13, "kwargs": {}}
+    older = json.dumps({**spec, "autoreset": False, "apply_api_compatibility": False, "additional_wrappers": []})
+    assert aquacql.make_evaluation_env(Args(env_id="Reach-v0", env_spec=older)).spec.max_episode_steps == 13
+    with pytest.raises(aquacql.UserError, match="name it with --env-id"):
+        aquacql.make_evaluation_env(Args(env_id="Reach-v0", env_spec="{}"))
+
+
 def test_the_dataset_brings_its_environment_and_scores(datasets, monkeypatch):
     args = Args(dataset_id=DATASET_ID)
     _, env = aquacql.load_dataset(args)
@@ -382,6 +390,9 @@ def test_candidate_training_resumes_to_the_same_parameters(here, monkeypatch):
             if step > self.last:
                 raise Killed
 
+        def flush(self) -> None:
+            pass
+
     monkeypatch.setattr(aquacql, "GRADIENT_BLOCK", 2)  # a checkpoint every 40 steps
     args = Args(num_actions=3, candidate_steps=50, batch_size=16, num_seeds=2, quiet=True)
     network, data = aquacql.CandidateNetwork(3, 2, (8,), ()), random_data()
@@ -422,6 +433,9 @@ def test_two_seeds_of_one_run_equal_two_runs(finished, here, monkeypatch, capsys
     run_script(["--evaluate", str(both), "--eval-episodes", "2"], monkeypatch)
     last = f"normalised score {mean['normalized_score'][-1]:.3f} +- {mean['normalized_score_deviation'][-1]:.3f}"
     assert last in capsys.readouterr().out
+    before = (both / "Reach-v0__aquacql__2.csv").read_text()
+    run_script(["--resume", str(both), "--quiet"], monkeypatch)  # in a folder of another name
+    assert (both / "Reach-v0__aquacql__2.csv").read_text() == before
 
 
 def test_candidates_from_another_run(finished, here, monkeypatch):
@@ -529,6 +543,7 @@ ONE_STEP = {name: np.zeros((1, *array.shape[1:])) for name, array in NO_STEPS.it
         (("observations", "actions"), {}, "has no field observations, actions"),
         ((), {"rewards": np.full(17, np.nan)}, "field rewards of shape (17,) holds NaN"),
         ((), {"next_observations": np.full((17, 4), np.inf)}, "field next_observations of shape (17, 4) holds NaN"),
+        ((), {"actions": np.zeros(())}, "field observations has shape (17, 4), Reach-v0 needs (1, 4)"),
         ((), {"actions": np.zeros((17, 3))}, "field actions has shape (17, 3), Reach-v0 needs (17, 2)"),
         ((), {"observations": np.zeros((16, 4))}, "field observations has shape (16, 4), Reach-v0 needs (17, 4)"),
         ((), {"rewards": np.array(["a"] * 17, "S1")}, "cannot read trap.hdf5 as an HDF5 file"),

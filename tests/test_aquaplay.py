@@ -355,6 +355,19 @@ def test_candidates_are_shared_by_tasks_but_not_by_settings(finished, monkeypatc
     assert aquaplay.find_candidates(aquaplay.fingerprint(Args(**FAST), other_play)) is None
 
 
+def test_borrowed_candidates_keep_the_mark_of_their_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    play = aquaplay.Demonstrations(*np.zeros((6, 3, 1), np.float32))
+    trained, other = Args(seed=1), Args(seed=2, candidates_from="runs/trained")
+    for name, args in (("trained", trained), ("borrower", other)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "candidates.npz").touch()
+        aquaplay.mark_candidates(args, Path("runs") / name, play)
+    assert aquaplay.find_candidates(aquaplay.fingerprint(other, play)) is None  # nothing was trained with seed 2
+    shutil.rmtree("runs/trained")
+    assert aquaplay.find_candidates(aquaplay.fingerprint(trained, play)) == "runs/borrower"
+
+
 @pytest.mark.parametrize("lengths, every, pictured", [((40, 50), 1, 40), ((700, 24_300), 3, 500)])
 def test_candidates_are_reported_over_all_of_the_play(lengths, every, pictured, tmp_path, monkeypatch):
     count, random = sum(lengths), np.random.default_rng(0)

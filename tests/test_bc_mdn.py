@@ -368,6 +368,7 @@ def error_of(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (["bc", "--env-id", ENV_ID], "has no default demonstrations"),
         (["bc", "--env-id", ENV_ID, "--dataset-id", "tiny/nothing-v0"], "cannot download dataset 'tiny/nothing-v0'"),
         (["--resume", "nowhere"], "nowhere is not a run folder"),
+        (["--resume=nowhere"], "nowhere is not a run folder"),
         (["--evaluate", "nowhere"], "nowhere is not a run folder"),
     ],
 )

@@ -1,6 +1,7 @@
 """AQuaDQN as a user runs it: end to end, interrupted, resumed, misused; a few hundred steps on a tiny environment."""
 
 import csv
+import importlib.util
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import h5py
 import minari
 import numpy as np
 import pytest
+import tiny_env
 from numpy.testing import assert_array_equal
 
 import aquadqn
@@ -90,11 +92,14 @@ def test_a_run_leaves_everything_behind(finished):
     assert not list(finished.glob("*.partial"))
 
 
-def test_tensorboard_has_the_promised_tags(finished):
+def tensorboard_events(run: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(finished), size_guidance={"scalars": 0})
-    events.Reload()
+    return EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+
+
+def test_tensorboard_has_the_promised_tags(finished):
+    events = tensorboard_events(finished)
     tags = events.Tags()
     expected = {"charts/episodic_return", "charts/episodic_length", "charts/success", "eval/success_rate"}
     assert expected | {"eval/episodic_return", "candidates/loss", "candidates/nearest_distance"} <= set(tags["scalars"])
@@ -111,6 +116,8 @@ def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
     process.communicate()
     run = only_run(tmp_path)
     assert 0 < resumed_step(run) < 600
+    logged = [event.step for event in tensorboard_events(run).Scalars("charts/episodic_return")]
+    assert max(logged) >= resumed_step(run)  # the rest is logged again
     with (run / "replay.f32").open("ab") as file:
         file.write(b"half a row")  # what a kill in the middle of a checkpoint leaves
     finish(start(tmp_path, "--resume", str(run), "--quiet"))
@@ -135,12 +142,41 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(finished, tmp_path
         assert_array_equal(ours, theirs)
 
 
-def test_a_finished_run_resumed_with_fewer_steps_just_ends(finished, tmp_path, monkeypatch):
+def resume_here(run: Path, monkeypatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--resume", str(run), "--quiet", *words])
+    aquadqn.main()
+
+
+def test_a_finished_run_cannot_be_resumed_with_fewer_steps(finished, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
-    monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--resume", str(run), "--quiet", "--total-timesteps", "100"])
-    aquadqn.main()
-    assert (run / "replay.f32").stat().st_size == (finished / "replay.f32").stat().st_size
+    with pytest.raises(SystemExit) as stopped:
+        resume_here(run, monkeypatch, "--total-timesteps", "100")
+    assert stopped.value.code == 2 and "give --total-timesteps no less" in capsys.readouterr().err
+    for name in ("evaluations.csv", "agent.npz", "replay.f32"):
+        assert (run / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_a_longer_run_stays_longer(finished, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    resume_here(run, monkeypatch, "--total-timesteps", "700")
+    longer = {name: (run / name).read_bytes() for name in ("evaluations.csv", "agent.npz")}
+    assert longer["evaluations.csv"].decode().splitlines()[-1].startswith("700,") and resumed_step(run) < 700
+    saved = json.loads((run / "args.json").read_text())
+    assert saved["total_timesteps"] == 700 and saved["resume"] is None
+    resume_here(run, monkeypatch)  # as the message after a signal says: from the last checkpoint to the same end
+    assert {name: (run / name).read_bytes() for name in longer} == longer
+
+
+def test_a_resumed_run_repeats_its_warning(finished, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    saved = json.loads((run / "args.json").read_text())
+    (run / "args.json").write_text(json.dumps({**saved, "warning": "not what you think"}))
+    resume_here(run, monkeypatch)
+    assert "not what you think" in capsys.readouterr().err
+    assert json.loads((run / "args.json").read_text())["warning"] == "not what you think"
 
 
 @pytest.mark.parametrize("stage", ["candidates", "agent"])
@@ -172,6 +208,9 @@ def test_candidate_training_resumes_to_the_same_parameters(datasets, tmp_path, m
         def add_scalar(self, tag: str, value: float, step: int) -> None:
             if step > self.last:
                 raise Stop
+
+        def flush(self) -> None:
+            pass
 
     args = Args(env_id=ENV, dataset_id=DATASET, num_actions=3, candidate_steps=1200, batch_size=16, quiet=True)
     env = aquadqn.make_env(ENV, None)
@@ -221,6 +260,14 @@ def train_here(tmp_path: Path, monkeypatch, **changes) -> Path:
     return aquadqn.train(Args(**(settings | changes)))
 
 
+def test_a_minimum_reward_that_changes_dense_rewards_is_said(datasets, tmp_path, monkeypatch, capsys):
+    train_here(tmp_path, monkeypatch, reward="env", candidates="random", min_demo_reward=-1e-9)
+    assert "--min-demo-reward -1e-09 raises 100% of the demonstrated rewards" in capsys.readouterr().err
+    train_here(tmp_path, monkeypatch, reward="env", candidates="random", min_demo_reward=None, exp_name="none")
+    train_here(tmp_path, monkeypatch, candidates="random", exp_name="sparse")
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("candidates", ["kmeans", "random"])
 def test_ablations(datasets, tmp_path, monkeypatch, candidates):
     run = train_here(tmp_path, monkeypatch, candidates=candidates)
@@ -257,9 +304,15 @@ def test_dictionary_observations_are_flattened_alike(datasets):
 
 
 def test_candidates_from_another_run(finished, datasets, tmp_path, monkeypatch):
-    run = train_here(tmp_path, monkeypatch, candidates_from=str(finished), num_actions=4)
+    source = tmp_path / "source"
+    shutil.copytree(finished, source)
+    run = train_here(tmp_path, monkeypatch, candidates_from=str(source), num_actions=4)
     for ours, theirs in zip(arrays(run / "candidates.npz"), arrays(finished / "candidates.npz"), strict=True):
         assert_array_equal(ours, theirs)
+    shutil.rmtree(source)  # the run has a copy
+    before = (run / "evaluations.csv").read_text()
+    resume_here(run, monkeypatch)
+    assert (run / "evaluations.csv").read_text() == before
 
 
 def test_demonstrations_keep_episodes_apart(datasets):
@@ -351,6 +404,8 @@ def test_actions_are_clipped_to_the_box(datasets):
         (["--demo-ratio", "1.5"], "--demo-ratio"),
         (["--temperature", "0"], "--temperature"),
         (["--temperature", "nan"], "--temperature"),
+        (["--min-demo-reward", "nan"], "--min-demo-reward"),
+        (["--munchausen-clip", "nan"], "--munchausen-clip"),
         (["--seed", "-1"], "--seed"),
         (["--env-id", "NoSuchEnv-v0"], "NoSuchEnv"),
         (["--env-id", "no_such_module:Env-v0"], "no_such_module"),
@@ -427,6 +482,56 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(datasets, tmp_
     run = only_run(tmp_path)
     assert (run / "state.npz").exists()
     assert all(np.isfinite(array).all() for array in arrays(run / "state.npz") if array.dtype == np.float32)
+
+
+# ------------------------------------------------------------------------------------- recording demonstrations
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """demos/record.py as a function of its arguments, recording into a folder of its own."""
+    spec = importlib.util.spec_from_file_location("record", ROOT / "demos" / "record.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "record.py"))
+    monkeypatch.setenv("MINARI_DATASETS_PATH", os.environ["MINARI_DATASETS_PATH"])  # put back after the script sets it
+
+    def run(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["record.py", *words])
+        module.main()
+
+    return run
+
+
+def test_recorded_demonstrations_are_successful(finished, record, capsys):
+    record(str(finished), "--dataset-id", "made/reach/agent-v0", "--episodes", "3", "--epsilon", "0.3")
+    assert "made/reach/agent-v0: 3 successful of" in capsys.readouterr().out
+    dataset = minari.load_dataset("made/reach/agent-v0")
+    assert dataset.total_episodes == 3
+    for episode in dataset.iterate_episodes():
+        assert episode.infos["success"].any() and episode.observations.dtype == np.float32
+    with pytest.raises(SystemExit) as stopped:
+        record(str(finished), "--dataset-id", "made/reach/agent-v0")
+    assert stopped.value.code == 2 and "exists already" in capsys.readouterr().err
+
+
+def test_an_agent_that_never_succeeds_is_not_recorded(finished, record, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tiny_env.Reach.step", fail_always(tiny_env.Reach.step))
+    with pytest.raises(SystemExit) as stopped:
+        record(str(finished), "--dataset-id", "made/reach/none-v0", "--episodes", "1")
+    assert stopped.value.code == 2 and "only 0 of 20 episodes succeeded" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        record("nowhere", "--dataset-id", "made/reach/none-v0")
+    assert stopped.value.code == 2 and "nowhere is not a run folder" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+def fail_always(step):
+    def failing(self, action):
+        *others, info = step(self, action)
+        return *others, {**info, "success": False}
+
+    return failing
 
 
 # -------------------------------------------------------------------------------------------------- appearances

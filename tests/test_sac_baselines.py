@@ -17,6 +17,7 @@ import minari
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import sac_baselines as sac
 
@@ -333,12 +334,15 @@ def test_interrupted_run_continues_bit_for_bit(method, tiny, monkeypatch, capsys
 
 
 def test_sac_learns_the_tiny_task_and_records_it(tiny, monkeypatch, capsys):
-    schedule = ["--total-timesteps", "1500", "--eval-every", "1500", "--checkpoint-every", "500"]
+    schedule = ["--total-timesteps", "1500", "--eval-every", "750", "--checkpoint-every", "500"]
     values = ["--learning-rate", "3e-3", "--n-step", "1", "--reward-scale", "1", "--reward", "env", "--gamma", "0.9"]
     record = ["--record-dataset", "tiny/reach/sac-v3", "--record-steps", "50"]
     run_script(["sac", *TINY, *schedule, *values, *record], monkeypatch)
     run = only_run()
-    first, last = ((run / "evaluations.csv").read_text().splitlines()[i].split(",") for i in (1, 2))
+    first, last = ((run / "evaluations.csv").read_text().splitlines()[i].split(",") for i in (1, 3))
+    events = EventAccumulator(str(run)).Reload()
+    assert [event.step for event in events.Scalars("losses/critic_loss")] == [1000]
+    assert events.Scalars("charts/SPS")[0].value > 0
     assert float(last[2]) > float(first[2]) + 2 and float(last[1]) == 1.0
 
     env, row_size = sac.make_env(ENV_ID, "env"), 2 * OBS + DIM + 3
@@ -418,13 +422,14 @@ def test_datasets_carry_the_reference_scores(tiny, monkeypatch):
         assert dataset.total_steps == steps  # of the replay, what there was when the agent was evaluated
         metadata = dataset.storage.metadata
         assert (metadata["ref_min_score"], metadata["ref_max_score"]) == (-20.272305, 3234.3)
-        assert dataset.spec.env_spec.id == "Hopper-v5"
+        spec = dataset.spec.env_spec
+        assert (spec.id, spec.max_episode_steps) == ("Hopper-v5", 1000)  # without a limit an evaluation may never end
         assert_allclose(minari.get_normalized_score(dataset, np.array([3234.3])), 1.0)
 
 
 def test_not_finite_loss_stops_and_keeps_the_last_good_checkpoint(tiny, monkeypatch):
     monkeypatch.setattr(sac, "soft_target", lambda *parts: parts[2] * jnp.nan)
-    with pytest.raises(SystemExit, match="error: not finite at step 33: action; the last good checkpoint is in runs/"):
+    with pytest.raises(SystemExit, match="error: not finite at step 33: action; lower --learning-rate"):
         run_script(["sac", *TINY, "--learning-starts", "30", "--checkpoint-every", "20"], monkeypatch)
     assert json.loads(saved_arrays(only_run() / "state.npz")["meta"].tobytes())["step"] == 21
 
@@ -487,9 +492,13 @@ gym.register("Unbounded-v0", entry_point=Unbounded)
         (["sacfd", "--env-id", ENV_ID], "has no default demonstrations"),
         (["gail", "--env-id", "Pendulum-v1", "--dataset-id", DATASET_ID], "Pendulum-v1 needs (22, 3)"),
         (["sac", "--record-dataset", "no version"], "'no version' is not a Minari id"),
+        (["sac", "--record-dataset", "m/medium-v0"], "'m/medium-v0' is not a Minari id"),
+        (["sac", "--env-id", "tiny_env:ReachDict-v0", "--record-dataset", "tiny/dict-v0"], "dictionary observations"),
+        (["sacfd", "--min-demo-reward", "nan"], "--min-demo-reward is nan"),
         (["sac", "--record-dataset", DATASET_ID], f"dataset '{DATASET_ID}' exists already"),
         (["--resume", "nowhere"], "nowhere is not a run folder"),
         (["--evaluate", "nowhere"], "nowhere is not a run folder"),
+        (["--resume=nowhere"], "nowhere is not a run folder"),
     ],
 )
 def test_bad_input_ends_with_one_line(argv, expected, tiny, monkeypatch, capsys):
