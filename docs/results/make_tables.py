@@ -174,26 +174,32 @@ def mujoco_sac() -> str:
     for env_id in ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"):
         row = [env_id]
         for name in ("sac", "sbx"):
-            seeds = range(1, 1 + len(list(RESULTS.glob(f"{env_id}__{name}__*.csv"))))
-            returns = [curve(env_id, name, seed)[100_000]["episodic_return"] for seed in seeds]
+            paths = sorted(RESULTS.glob(f"{env_id}__{name}__*.csv"))
+            returns = [read(path)[100_000]["episodic_return"] for path in paths]
             row += [", ".join(f"{value:.0f}" for value in returns), f"**{sum(returns) / len(returns):.0f}**"]
         rows.append(row)
     return table(["", "ours, seed by seed", "mean", "SBX, seed by seed", "mean"], rows)
 
 
-def halfcheetah_schedules() -> str:
-    """Return on HalfCheetah along training, by when SAC's updates happen."""
+def sac_schedules() -> str:
+    """Return of SAC along training, by when its updates happen."""
     steps, rows = (50_000, 80_000, 100_000), []
-    for title, pattern in (
-        ("8 steps, then 8 updates", "sac_schedules/HalfCheetah-v5__blocks_of_8__*.csv"),
-        ("1 step, then 1 update", "sac_schedules/HalfCheetah-v5__blocks_of_1__*.csv"),
-        ("1 update while 1 step is taken (as it is now)", "HalfCheetah-v5__sac__*.csv"),
-        ("SBX: 1 step, then 1 update", "HalfCheetah-v5__sbx__*.csv"),
-    ):
-        runs = [read(path) for path in sorted(RESULTS.glob(pattern))]
-        returns = [[f"{run[step]['episodic_return']:.0f}" if step in run else "-" for run in runs] for step in steps]
-        rows.append([title, *map(", ".join, returns)])
-    return table(["", *(f"{step // 1000}k" for step in steps)], rows)
+    schedules = {
+        "8 steps, then 8 updates": "sac_schedules/{}__blocks_of_8__*.csv",
+        "1 step, then 1 update": "sac_schedules/{}__blocks_of_1__*.csv",
+        "1 update while 1 step is taken (as it is now)": "{}__sac__*.csv",
+        "SBX: 1 step, then 1 update": "{}__sbx__*.csv",
+    }
+    for env_id in ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"):
+        for title, pattern in schedules.items():
+            paths = sorted(RESULTS.glob(pattern.format(env_id)))
+            if paths:
+                runs, seeds = [read(path) for path in paths], [path.stem.split("__")[2] for path in paths]
+                returns = [
+                    [f"{run[step]['episodic_return']:.0f}" if step in run else "-" for run in runs] for step in steps
+                ]
+                rows.append([env_id, title, ", ".join(seeds), *map(", ".join, returns)])
+    return table(["", "", "seeds", *(f"{step // 1000}k" for step in steps)], rows)
 
 
 def fill(page: str) -> str:
