@@ -805,10 +805,7 @@ def clone(
         state, metrics = update(state, observations, actions, block)
         step, metrics = step + block, {name: float(value) for name, value in metrics.items()}
         if not all(map(math.isfinite, metrics.values())):
-            sys.exit(
-                f"error: not finite at step {step}: {metrics}; lower --learning-rate; "
-                f"the last good checkpoint is in {run}"
-            )
+            sys.exit(f"error: not finite at step {step}: {metrics}; lower --learning-rate")
         for name, value in metrics.items():
             log.add_scalar(f"losses/{name}", value, step)
         log.add_scalar("charts/SPS", block / (time.perf_counter() - logged_time), step)

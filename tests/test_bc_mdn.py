@@ -283,8 +283,9 @@ def test_interrupted_run_continues_bit_for_bit(method, tiny, monkeypatch, capsys
             raise KeyboardInterrupt
 
     monkeypatch.setattr(bc_mdn, "write_scores", killed_at_60)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit) as stopped:
         run_script([*METHODS[method], *TINY, *schedule], monkeypatch)
+    assert stopped.value.code == 130
     monkeypatch.setattr(bc_mdn, "write_scores", write_scores)
     run = only_run()
     assert json.loads(saved_arrays(run / "state.npz")["meta"].tobytes())["step"] == 40
