@@ -157,7 +157,7 @@ def expert_imitation() -> str:
 
 def play() -> str:
     """Return and success on the desk, by how the actions are made discrete, if at all."""
-    methods = {"AQuaPlay": "aquaplay", "BB-2": "bb2", "SAC": "sac"}
+    methods = {"AQuaPlay": "aquaplay", "BB-2": "bb2", "BB-3": "bb3", "BB-5": "bb5", "SAC": "sac"}
     rows = []
     for task in ("push_green", "lift_ball", "open_slide"):
         curves = [curve(f"RoboDesk-{task}", name, 1) for name in methods.values()]
