@@ -324,6 +324,25 @@ def load_default_demonstrations(args: Args, env: gym.Env) -> tuple[Demonstration
 # --------------------------------------------------------------------------------------------------- networks
 
 
+@jax.custom_vjp
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x @ kernel. JAX's own gradient of the kernel can come out transposed, and Adam then reads it across the memory:
+    with this one a step of the candidates takes a sixth less time on a CPU."""
+    return x @ kernel
+
+
+def product_gradients(inputs: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = inputs
+    return gradient @ kernel.T, x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
+
+
+product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), product_gradients)
+
+
+def dense(width: int, init: Callable) -> nn.Dense:
+    return nn.Dense(width, kernel_init=init, dot_general=lambda x, kernel, *_, **__: product(x, kernel))
+
+
 class CandidateNetwork(nn.Module):
     """Psi of equation 1: (..., obs) -> (..., K, action_dim). A shared torso, then one small MLP per candidate."""
 
@@ -344,7 +363,7 @@ class CandidateNetwork(nn.Module):
 
         x = dropout(self.input_dropout, observations)
         for width in self.torso:
-            x = nn.relu(nn.Dense(width, kernel_init=nn.initializers.xavier_uniform())(x))
+            x = nn.relu(dense(width, nn.initializers.xavier_uniform())(x))
             x = dropout(self.hidden_dropout, x)
         for layer, width in enumerate([*self.head, self.action_dim]):
             # The first layer of all heads reads the same x, so it is one plain matmul; the others are batched over k.
@@ -355,7 +374,10 @@ class CandidateNetwork(nn.Module):
             shape = (fan_in, heads, width) if first else (heads, fan_in, width)
             kernel = self.param(f"head_{layer}_kernel", xavier, shape)
             bias = self.param(f"head_{layer}_bias", nn.initializers.zeros, (heads, width))
-            x = jnp.einsum("...i,iko->...ko" if first else "...ki,kio->...ko", x, kernel) + bias
+            if first:
+                x = product(x, kernel.reshape(fan_in, -1)).reshape(*x.shape[:-1], heads, width) + bias
+            else:
+                x = jnp.einsum("...ki,kio->...ko", x, kernel) + bias
             if layer < len(self.head):
                 x = dropout(self.hidden_dropout, nn.relu(x))
         return x
@@ -386,10 +408,10 @@ class QNetwork(nn.Module):
     @nn.compact
     def __call__(self, observations: jax.Array) -> jax.Array:
         init = nn.initializers.variance_scaling(1 / 3, "fan_out", "uniform")
-        x = nn.tanh(nn.LayerNorm()(nn.Dense(512, kernel_init=init)(observations)))
-        x = elu(nn.Dense(512, kernel_init=init)(x))
-        x = elu(nn.Dense(256, kernel_init=init)(x))
-        return nn.Dense(self.num_actions, kernel_init=init)(x)
+        x = nn.tanh(nn.LayerNorm()(dense(512, init)(observations)))
+        x = elu(dense(512, init)(x))
+        x = elu(dense(256, init)(x))
+        return dense(self.num_actions, init)(x)
 
 
 # ----------------------------------------------------------------------------------------- losses and targets

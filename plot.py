@@ -35,8 +35,8 @@ HUMAN = [f"human_wasserstein_{name}" for name in ("q25", "median", "q75")]
 # Okabe and Ito's palette, told apart by every kind of colour vision. The same algorithm always has the same colour and
 # dash; dashed lines begin where the colours are used up.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999", "#000000"]
-ALGORITHMS = "aquadqn sac sacfd bc mdn aquagail gail kmeans random aquaplay aquacql bb2 bb3 bb5 sbx".split()
-WITHOUT_ENVIRONMENT_STEPS = ("bc", "mdn")  # drawn as horizontal lines beside other algorithms
+ALGORITHMS = "aquadqn sac sacfd bc mdn aquagail gail kmeans random aquaplay aquacql bb2 bb3 bb5 sbx bc10".split()
+WITHOUT_ENVIRONMENT_STEPS = ("bc", "bc10", "mdn")  # drawn as horizontal lines beside other algorithms
 OFFLINE = {*WITHOUT_ENVIRONMENT_STEPS, "aquacql"}
 
 

@@ -203,6 +203,18 @@ def test_the_target_network_is_copied_every_period():
 # ---------------------------------------------------------------------------------------------------- networks
 
 
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 3, 5)])
+def test_the_product_has_the_gradients_of_a_plain_one(shape):
+    x, kernel, weights = (RNG.normal(size=size).astype(np.float32) for size in (shape, (5, 4), (*shape[:-1], 4)))
+
+    def gradients(product):
+        return jax.grad(lambda *inputs: jnp.sum(product(*inputs) * weights), argnums=(0, 1))(x, kernel)
+
+    assert_allclose(aquadqn.product(x, kernel), x @ kernel, rtol=1e-5, atol=1e-6)
+    for ours, plain in zip(gradients(aquadqn.product), gradients(jnp.matmul)):
+        assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
 def test_candidate_network_is_one_mlp_per_head_on_a_shared_torso():
     network = CandidateNetwork(3, 2, torso=(8, 6), head=(5, 4))
     observations = RNG.normal(size=(7, 9)).astype(np.float32)

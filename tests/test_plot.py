@@ -93,10 +93,10 @@ def test_bc_alone_is_drawn_against_gradient_steps(tmp_path):
 
 
 def test_offline_agents_are_drawn_against_gradient_steps_too(tmp_path):
-    runs = [write_run(tmp_path, "Hopper", name, 1, [0.5, 0.6, 0.7]) for name in ("aquacql", "bc")]
+    runs = [write_run(tmp_path, "Hopper", name, 1, [0.5, 0.6, 0.7]) for name in ("aquacql", "bc", "bc10")]
     (axis,) = plot.draw([plot.read_curve(run, "episodic_return") for run in runs], "return").axes
     assert axis.get_xlabel() == "gradient steps"
-    assert [len(line.get_xdata()) for line in axis.get_lines()] == [3, 2]  # a curve, and BC's horizontal line
+    assert [len(line.get_xdata()) for line in axis.get_lines()] == [3, 2, 2]  # a curve, and BC's horizontal lines
 
 
 def call(monkeypatch, *words: str) -> None:
