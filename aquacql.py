@@ -175,6 +175,19 @@ class SparseReward(gym.Wrapper):
         return observation, float(info["success"]), terminated, truncated, info
 
 
+@contextlib.contextmanager
+def silent_compiler() -> Iterator[None]:
+    """MuJoCo's compiler warns, once per environment, of old words in Gymnasium's own models: no concern of a user's."""
+    import mujoco
+
+    before = mujoco.get_mju_user_warning()
+    mujoco.set_mju_user_warning(lambda _: None)
+    try:
+        yield
+    finally:
+        mujoco.set_mju_user_warning(before)
+
+
 def make_env(env_id: str, reward: str | None, render: bool = False) -> gym.Env:
     """A Gymnasium environment with a Box action space, flat observations, and the sparse reward if there is one."""
     if render and not os.environ.get("DISPLAY"):
@@ -183,7 +196,7 @@ def make_env(env_id: str, reward: str | None, render: bool = False) -> gym.Env:
         import gymnasium_robotics  # registers Adroit, and prints a notice
 
         gym.register_envs(gymnasium_robotics)
-    with explained(f"cannot make environment {env_id!r}"):
+    with explained(f"cannot make environment {env_id!r}"), silent_compiler():
         env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
     box, space = env.action_space, env.observation_space
     one_dimensional = isinstance(box, gym.spaces.Box) and len(box.shape) == 1

@@ -551,10 +551,14 @@ def test_importing_has_no_side_effect(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_adroit_comes_without_notices(tmp_path):
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import aquadqn; e = aquadqn.make_env('AdroitHandDoor-v1', None);"
-    )
-    code += "assert e.observation_space.shape == (39,) and isinstance(e.env, aquadqn.SparseReward)"
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT)], cwd=tmp_path, capture_output=True, text=True)
+@pytest.mark.parametrize("env_id, size", [("AdroitHandDoor-v1", 39), ("HalfCheetah-v5", 17)])
+def test_environments_come_without_notices(env_id, size, tmp_path):
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import aquadqn; e = aquadqn.make_env(sys.argv[2], None);"
+    code += f"assert e.observation_space.shape == ({size},)"
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT), env_id], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())  # nor MuJoCo's log
+
+
+def test_adroit_has_the_sparse_reward():
+    assert isinstance(aquadqn.make_env("AdroitHandDoor-v1", None).env, aquadqn.SparseReward)
