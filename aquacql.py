@@ -984,7 +984,6 @@ def train_agents(
     if (run / "state.npz").exists():
         agents, meta = load_arrays(run / "state.npz", agents)
         step = meta["step"]
-        require(step <= args.gradient_steps, f"{run} is at step {step} already: give --gradient-steps no less")
     update = make_cql_updates(q_network, optimizer, args)
     policy = make_greedy_policy(q_network, network, env.action_space)
     eval_envs = [make_evaluation_env(args, args.capture_video and i == 0) for i in range(args.eval_episodes)]
@@ -1075,6 +1074,15 @@ def evaluate_offline_run(args: Args) -> None:
         print(f"video of seed {saved.seed}: {path}")
 
 
+def require_end_ahead(run: Path, argument: str, end: int) -> None:
+    """A resumed run may be given another end, but none that its checkpoint has passed."""
+    path = run / "state.npz"
+    if path.exists():
+        with explained(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+            step = json.loads(file["meta"].tobytes())["step"]
+        require(step <= end, f"{run} is at step {step} already: give {argument} no less")
+
+
 def resumed_offline_args(args: Args) -> Args:
     """The run's own arguments; only what does not change the learning may be given anew."""
     saved = load_args(Path(args.resume))
@@ -1083,6 +1091,7 @@ def resumed_offline_args(args: Args) -> Args:
     for field in dataclasses.fields(Args):
         same = field.name in free or getattr(changed, field.name) == getattr(saved, field.name)
         require(same, f"--{field.name.replace('_', '-')} cannot be changed by --resume: start a new run")
+    require_end_ahead(Path(args.resume), "--gradient-steps", changed.gradient_steps)
     return changed
 
 

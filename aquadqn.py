@@ -932,7 +932,6 @@ def train_agent(
     if (run / "state.npz").exists():
         (agent, act_key), meta = load_arrays(run / "state.npz", (agent, act_key))
         env.unwrapped.np_random.bit_generator.state, step = meta["env_generator"], meta["step"]
-        require(step <= args.total_timesteps, f"{run} is at step {step} already: give --total-timesteps no less")
         past, stored = restore_rows(run / "replay.f32", step, row_size), step - step % UPDATE_BLOCK
         kept = np.arange(max(0, stored - capacity), stored)
         rows[kept % capacity], block = past[kept], list(np.array(past[stored:]))
@@ -1063,6 +1062,15 @@ def evaluate_run(args: Args) -> None:
         print(f"video   {path}")
 
 
+def require_end_ahead(run: Path, argument: str, end: int) -> None:
+    """A resumed run may be given another end, but none that its checkpoint has passed."""
+    path = run / "state.npz"
+    if path.exists():
+        with explained(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+            step = json.loads(file["meta"].tobytes())["step"]
+        require(step <= end, f"{run} is at step {step} already: give {argument} no less")
+
+
 def resumed_args(args: Args) -> Args:
     """The run's own arguments; only what does not change the learning may be given anew."""
     saved = load_args(Path(args.resume))
@@ -1071,6 +1079,7 @@ def resumed_args(args: Args) -> Args:
     for field in dataclasses.fields(Args):
         same = field.name in free or getattr(changed, field.name) == getattr(saved, field.name)
         require(same, f"--{field.name.replace('_', '-')} cannot be changed by --resume: start a new run")
+    require_end_ahead(Path(args.resume), "--total-timesteps", changed.total_timesteps)
     return changed
 
 

@@ -816,7 +816,6 @@ def clone(
     if (run / "state.npz").exists():
         state, meta = load_arrays(run / "state.npz", state)
         step = meta["step"]
-        require(step <= args.gradient_steps, f"{run} is at step {step} already: give --gradient-steps no less")
     update = make_cloning_update(make_cloning_loss(network, args), optimizer, args.batch_size)
     policy = make_cloned_policy(network, args, reference, env.action_space)
     observations = jnp.asarray(scale_observations(args, reference, demos.observations))
@@ -905,6 +904,15 @@ def evaluate_cloned_run(args: BCArgs | MDNArgs) -> None:
 Command = Annotated[BCArgs, tyro.conf.subcommand("bc")] | Annotated[MDNArgs, tyro.conf.subcommand("mdn")]
 
 
+def require_end_ahead(run: Path, argument: str, end: int) -> None:
+    """A resumed run may be given another end, but none that its checkpoint has passed."""
+    path = run / "state.npz"
+    if path.exists():
+        with explained(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+            step = json.loads(file["meta"].tobytes())["step"]
+        require(step <= end, f"{run} is at step {step} already: give {argument} no less")
+
+
 def parse_command(argv: list[str]) -> BCArgs | MDNArgs:
     """`--resume RUN` and `--evaluate RUN` need no subcommand, for a run knows its own. A resumed run has its own
     arguments too: only what does not change the learning may be given anew."""
@@ -924,6 +932,7 @@ def parse_command(argv: list[str]) -> BCArgs | MDNArgs:
     for field in dataclasses.fields(saved):
         same = field.name in free or getattr(changed, field.name) == getattr(saved, field.name)
         require(same, f"--{field.name.replace('_', '-')} cannot be changed by --resume: start a new run")
+    require_end_ahead(Path(args.resume), "--gradient-steps", changed.gradient_steps)
     return changed
 
 

@@ -1398,7 +1398,6 @@ def train_sac(
     if (run / "state.npz").exists():
         (agent, act_key), meta = load_arrays(run / "state.npz", (agent, act_key))
         env.unwrapped.np_random.bit_generator.state, step = meta["env_generator"], meta["step"]
-        require(step <= args.total_timesteps, f"{run} is at step {step} already: give --total-timesteps no less")
         kept = np.arange(max(0, step - capacity), step)
         rows[kept % capacity] = restore_rows(run / "replay.f32", step, row_size)[kept]
     else:
@@ -1544,6 +1543,15 @@ Command = (
 )
 
 
+def require_end_ahead(run: Path, argument: str, end: int) -> None:
+    """A resumed run may be given another end, but none that its checkpoint has passed."""
+    path = run / "state.npz"
+    if path.exists():
+        with explained(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+            step = json.loads(file["meta"].tobytes())["step"]
+        require(step <= end, f"{run} is at step {step} already: give {argument} no less")
+
+
 def parse_sac_command(argv: list[str]) -> SACArgs | SACfDArgs | GAILArgs:
     """`--resume RUN` and `--evaluate RUN` need no subcommand, for a run knows its own. A resumed run has its own
     arguments too: only what does not change the learning may be given anew."""
@@ -1564,6 +1572,7 @@ def parse_sac_command(argv: list[str]) -> SACArgs | SACfDArgs | GAILArgs:
         same = field.name in free or getattr(changed, field.name) == getattr(saved, field.name)
         same = same or field.name.startswith("record_")
         require(same, f"--{field.name.replace('_', '-')} cannot be changed by --resume: start a new run")
+    require_end_ahead(Path(args.resume), "--total-timesteps", changed.total_timesteps)
     return changed
 
 

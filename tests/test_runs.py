@@ -153,7 +153,8 @@ def test_a_finished_run_cannot_be_resumed_with_fewer_steps(finished, tmp_path, m
     with pytest.raises(SystemExit) as stopped:
         resume_here(run, monkeypatch, "--total-timesteps", "100")
     assert stopped.value.code == 2 and "give --total-timesteps no less" in capsys.readouterr().err
-    for name in ("evaluations.csv", "agent.npz", "replay.f32"):
+    assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in finished.iterdir())
+    for name in ("args.json", "evaluations.csv", "agent.npz", "replay.f32"):
         assert (run / name).read_bytes() == (finished / name).read_bytes()
 
 
