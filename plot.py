@@ -146,8 +146,10 @@ def draw_panel(axis: Axes, curves: list[Curve], algorithms: list[str]) -> None:
 
 def draw(curves: list[Curve], metric: str, title: str = "", human_success: float | None = None) -> Figure:
     tasks, algorithms = sorted({c.env_id for c in curves}), sorted({c.algorithm for c in curves})
-    figure = Figure(figsize=(1 + 5 * len(tasks), 3.6), dpi=120, layout="constrained")
-    for axis, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
+    columns, rows = min(len(tasks), 3), -(-len(tasks) // 3)
+    figure = Figure(figsize=(1 + 5 * columns, 3.6 * rows), dpi=120, layout="constrained")
+    for place, task in enumerate(tasks, start=1):
+        axis = figure.add_subplot(rows, columns, place)
         own = [curve for curve in curves if curve.env_id == task]
         draw_panel(axis, own, algorithms)
         draw_human(axis, own, metric, human_success)

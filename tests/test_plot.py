@@ -84,6 +84,13 @@ def test_panels_lines_and_the_human(tmp_path):
     assert pen.get_xlabel() == "environment steps"
 
 
+def test_a_fourth_task_begins_a_second_row(tmp_path):
+    runs = [write_run(tmp_path, f"Task{i}", "sac", 1, [0.1, 0.2]) for i in range(4)]
+    axes = plot.draw([plot.read_curve(run, "success_rate") for run in runs], "success").axes
+    places = [axis.get_subplotspec() for axis in axes]
+    assert [(place.rowspan.start, place.colspan.start) for place in places] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
 def test_bc_alone_is_drawn_against_gradient_steps(tmp_path):
     run = write_run(tmp_path, "Door", "bc", 1, [0.5, 0.6, 0.7])
     (axis,) = plot.draw([plot.read_curve(run, "success_rate")], "success", human_success=0.32).axes
