@@ -211,9 +211,10 @@ def read_rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def offline() -> str:
-    """Normalised scores on our offline datasets, and the paper's on D4RL's of the same names."""
-    paper, rows = {row["dataset"]: row["AQuaCQL"] for row in read_rows("paper_offline.csv")}, []
+def offline_scores() -> dict[tuple[str, str], list[float]]:
+    """Normalised scores on our offline datasets, by task and kind: of the data, BC, 10-percent BC, and AQuaCQL's after
+    the last step and on average from 60k on."""
+    scores = {}
     for data in read_rows("offline_data.csv"):
         env_id, kind = data["env_id"], data["kind"]
         if kind == "expert":  # nothing was trained on it but as a part of medium-expert
@@ -221,13 +222,35 @@ def offline() -> str:
         low, high = REFERENCE_RETURNS[env_id]
         clones = [list(curve(f"{env_id}-{kind}", name, 1).values())[-1] for name in ("bc", "bc10")]
         agent = curve(f"{env_id}-{kind}", "aquacql", 1)
-        returns = [float(data["mean_return"]), *(scores["episodic_return"] for scores in clones)]
+        returns = [float(data["mean_return"]), *(row["episodic_return"] for row in clones)]
         returns += [agent[100_000]["episodic_return"], mean(agent, "episodic_return", 60_000, 100_000)]
-        scores = [f"{100 * (value - low) / (high - low):.1f}" for value in returns]
+        scores[env_id, kind] = [100 * (value - low) / (high - low) for value in returns]
+    return scores
+
+
+OFFLINE_NAMES = ["behaviour policy", "BC", "10-percent BC", "AQuaCQL, 100k", "AQuaCQL, mean of 60k to 100k"]
+
+
+def offline() -> str:
+    """Our scores, dataset by dataset, and the paper's AQuaCQL on D4RL's of the same names."""
+    paper = {row["dataset"]: row["AQuaCQL"] for row in read_rows("paper_offline.csv")}
+    steps = {(row["env_id"], row["kind"]): row["steps"] for row in read_rows("offline_data.csv")}
+    scores, rows = offline_scores(), []
+    for (env_id, kind), values in scores.items():
         theirs = paper[f"{env_id.removesuffix('-v5').lower()}-{kind}-v2"]
-        rows.append([f"{env_id}, {kind}", data["steps"], *scores, theirs])
-    names = ["behaviour policy", "BC", "10-percent BC", "AQuaCQL, 100k", "AQuaCQL, mean of 60k to 100k"]
-    return table(["our dataset", "steps", *names, "the paper's AQuaCQL on D4RL's dataset of that name"], rows)
+        rows.append([f"{env_id}, {kind}", steps[env_id, kind], *(f"{value:.1f}" for value in values), theirs])
+    rows.append(["total", "", *(f"**{sum(column):.1f}**" for column in zip(*scores.values())), ""])
+    return table(["our dataset", "steps", *OFFLINE_NAMES, "the paper's AQuaCQL on D4RL's dataset of that name"], rows)
+
+
+def offline_short() -> str:
+    """The README's: a row per algorithm, at the end of training."""
+    scores = offline_scores()
+    rows = []
+    for i, name in enumerate(OFFLINE_NAMES[:4]):
+        values = [row[i] for row in scores.values()]
+        rows.append([name, *(f"{value:.1f}" for value in values), f"**{sum(values):.1f}**"])
+    return table(["", *(f"{env_id.removesuffix('-v5')}, {kind}" for env_id, kind in scores), "total"], rows)
 
 
 def paper_offline() -> str:
