@@ -21,6 +21,11 @@ def read(path: Path) -> dict[int, dict[str, float]]:
         return {int(row["step"]): {key: float(value) for key, value in row.items()} for row in csv.DictReader(file)}
 
 
+def read_rows(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open() as file:
+        return list(csv.DictReader(file))
+
+
 def curve(env_id: str, name: str, seed: int) -> dict[int, dict[str, float]]:
     return read(RESULTS / f"{env_id}__{name}__{seed}.csv")
 
@@ -46,8 +51,8 @@ def success_rows(runs: list[tuple[str, str, int]], steps: tuple[int, ...]) -> li
 
 def door_aquadqn() -> str:
     """Success of AQuaDQN, SAC and SACfD along training."""
-    with (RESULTS / "door_candidates_in_use.csv").open() as file:
-        wins = {int(row.pop("seed")): [int(count) for count in row.values()] for row in csv.DictReader(file)}
+    counts = read_rows("door_candidates_in_use.csv")
+    wins = {int(row.pop("seed")): [int(count) for count in row.values()] for row in counts}
     runs = [("AQuaDQN", "aquadqn", seed) for seed in (1, 2, 3)] + [("SAC", "sac", 1)]
     runs += [("SACfD", "sacfd", seed) for seed in (1, 2, 3)]
     steps, rows = (50_000, 100_000, 150_000, 200_000), []
@@ -65,6 +70,15 @@ def door_ablations() -> str:
     best = [f"{max(row['success_rate'] for row in curve(DOOR, name, seed).values()):.2f}" for _, name, seed in runs]
     rows = [[*row, most] for row, most in zip(success_rows(runs, steps), best)]
     return table(["run", *(f"{step // 1000}k" for step in steps), "best of all evaluations"], rows)
+
+
+def door_sweep() -> str:
+    """The candidates by temperature, on the demonstrations from which they were learned."""
+    rows = []
+    for row in read_rows("door_candidate_sweep.csv"):
+        measures = [f"{float(row[name]):.4f}" for name in ("loss", "nearest_distance")]
+        rows.append([row["temperature"], row["num_actions"], *measures, f"{row['in_use']} of {row['num_actions']}"])
+    return table(["T", "K", "loss (equation 1)", "distance to the nearest candidate", "candidates in use"], rows)
 
 
 def door_short() -> str:
@@ -105,8 +119,7 @@ def imitation_row(env_id: str, title: str, name: str, seed: int) -> list[str]:
 
 def demonstrator_row(env_id: str, title: str, dataset_id: str) -> list[str]:
     """The demonstrations' share of successful episodes, and their distance from one another."""
-    with (RESULTS / "demonstrations.csv").open() as file:
-        row = next(row for row in csv.DictReader(file) if row["dataset"] == dataset_id)
+    row = next(row for row in read_rows("demonstrations.csv") if row["dataset"] == dataset_id)
     successful, episodes = int(row["successful"]), int(row["episodes"])
     scores = list(curve(env_id, "aquagail", 1).values())[-1]
     low, middle, high = (scores[f"human_wasserstein_{name}"] for name in ("q25", "median", "q75"))
@@ -204,11 +217,6 @@ def sac_schedules() -> str:
 
 # D4RL's returns with normalised score 0 and 100.
 REFERENCE_RETURNS = {"HalfCheetah-v5": (-280.178953, 12135.0), "Hopper-v5": (-20.272305, 3234.3)}
-
-
-def read_rows(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open() as file:
-        return list(csv.DictReader(file))
 
 
 def offline_scores() -> dict[tuple[str, str], list[float]]:
