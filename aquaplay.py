@@ -34,6 +34,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -753,6 +754,27 @@ def record_all(args: CollectArgs) -> list[PlayEpisode]:
         return list(tqdm(pool.map(functools.partial(record_script, args), range(args.num_episodes)), **progress))
 
 
+@contextlib.contextmanager
+def whole_dataset(dataset_id: str) -> Iterator[None]:
+    """Minari writes a dataset piece by piece. Here it does so in a hidden folder, and the dataset gets its place once
+    it is whole: a kill leaves nothing that looks like one."""
+    from minari.namespace import create_namespace, list_local_namespaces
+    from minari.storage import get_dataset_path
+
+    root, namespace, setting = get_dataset_path(), dataset_id.rpartition("/")[0], "MINARI_DATASETS_PATH"
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=root) as hidden:
+        before = {setting: os.environ[setting]} if setting in os.environ else {}
+        os.environ[setting] = hidden
+        try:
+            yield
+        finally:
+            del os.environ[setting]
+            os.environ.update(before)
+        if namespace and namespace not in list_local_namespaces():
+            create_namespace(namespace)
+        (Path(hidden) / dataset_id).rename(root / dataset_id)
+
+
 def collect(args: CollectArgs) -> str:
     """Records a dataset, or finds the one that was recorded before; prints how often each task's goal was reached."""
     import minari
@@ -790,7 +812,7 @@ def collect(args: CollectArgs) -> str:
         infos = {"success": episode.successes} if args.task else None
         fields = (episode.observations, episode.actions, episode.rewards, np.zeros_like(ends), ends, infos)
         buffers.append(minari.data_collector.EpisodeBuffer(index, None, None, *fields))
-    with warnings.catch_warnings(), explained(f"cannot write dataset {dataset_id!r}"):
+    with warnings.catch_warnings(), explained(f"cannot write dataset {dataset_id!r}"), whole_dataset(dataset_id):
         warnings.simplefilter("ignore")  # advice for those who publish datasets
         dataset = minari.create_dataset_from_buffers(
             dataset_id, buffers, action_space=desk.action_space, observation_space=desk.observation_space

@@ -35,6 +35,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -1328,6 +1329,27 @@ def episode_buffers(rows: np.ndarray, obs_dim: int, sparse: bool) -> list:
     return buffers
 
 
+@contextlib.contextmanager
+def whole_dataset(dataset_id: str) -> Iterator[None]:
+    """Minari writes a dataset piece by piece. Here it does so in a hidden folder, and the dataset gets its place once
+    it is whole: a kill leaves nothing that looks like one."""
+    from minari.namespace import create_namespace, list_local_namespaces
+    from minari.storage import get_dataset_path
+
+    root, namespace, setting = get_dataset_path(), dataset_id.rpartition("/")[0], "MINARI_DATASETS_PATH"
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=root) as hidden:
+        before = {setting: os.environ[setting]} if setting in os.environ else {}
+        os.environ[setting] = hidden
+        try:
+            yield
+        finally:
+            del os.environ[setting]
+            os.environ.update(before)
+        if namespace and namespace not in list_local_namespaces():
+            create_namespace(namespace)
+        (Path(hidden) / dataset_id).rename(root / dataset_id)
+
+
 def record_datasets(args: Args, run: Path) -> None:
     """Two Minari datasets from a run: what it had stored when its latest agent was evaluated, and that agent's
     rollouts."""
@@ -1347,7 +1369,7 @@ def record_datasets(args: Args, run: Path) -> None:
     low, high = REFERENCE_SCORES.get(task, (None, None)) if saved.reward == "env" else (None, None)
     kinds = ["replay", "rollouts of the policy"]
     for name, kind, rows in zip(recording_ids(args.record_dataset), kinds, (replay, rollouts)):
-        with explained(f"cannot write dataset {name!r}"), warnings.catch_warnings():
+        with explained(f"cannot write dataset {name!r}"), warnings.catch_warnings(), whole_dataset(name):
             warnings.simplefilter("ignore")  # advice for those who publish datasets
             dataset = minari.create_dataset_from_buffers(
                 name,
@@ -1361,8 +1383,9 @@ def record_datasets(args: Args, run: Path) -> None:
                 description=f"{kind} of {run.name} at step {meta['step']}, reward {saved.reward}",
                 author="AQuaDem in JAX, sac_baselines.py",
             )
+            size = f"{dataset.total_episodes} episodes, {dataset.total_steps} steps"
         if not args.quiet:
-            print(f"dataset {name}: {dataset.total_episodes} episodes, {dataset.total_steps} steps")
+            print(f"dataset {name}: {size}")
 
 
 # --------------------------------------------------------------------------------------------------- training

@@ -372,6 +372,32 @@ def test_sac_learns_the_tiny_task_and_records_it(tiny, monkeypatch, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+def test_a_kill_while_a_dataset_is_written_leaves_none(tmp_path, monkeypatch):
+    """Ended in the middle of Minari's work, as by kill -9; then recorded for good."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    program = """
+import os, sys
+import numpy as np, gymnasium as gym, minari
+from minari.data_collector import EpisodeBuffer
+import sac_baselines
+box = gym.spaces.Box(-1, 1, (2,), np.float32)
+buffer = EpisodeBuffer(
+    observations=np.zeros((3, 2), np.float32), actions=np.zeros((2, 2), np.float32), rewards=np.zeros(2),
+    terminations=np.zeros(2, bool), truncations=np.array([False, True]), infos={},
+)
+with sac_baselines.whole_dataset("me/task/data-v0"):
+    minari.create_dataset_from_buffers("me/task/data-v0", [buffer], action_space=box, observation_space=box)
+    if sys.argv[1] == "kill":
+        os._exit(9)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    assert subprocess.run([*command, "kill"], cwd=SCRIPT.parent).returncode == 9
+    assert minari.list_local_datasets() == {} and not (tmp_path / "me").exists()
+    assert subprocess.run([*command, "finish"], cwd=SCRIPT.parent).returncode == 0
+    assert minari.load_dataset("me/task/data-v0").total_steps == 2
+    assert list(minari.list_local_datasets()) == ["me/task/data-v0"]
+
+
 def test_the_desk_has_its_dense_reward_unless_told_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_script(
