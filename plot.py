@@ -7,7 +7,8 @@
 Median over seeds with the interquartile range, one panel per task, one line per algorithm, the human score as a band
 where the runs know it. Reads run folders (their evaluations.csv, else their TensorBoard events) and CSV files named as
 in docs/results: {env_id}__{exp_name}__{seed}.csv. BC and MDN take no environment steps: in a panel with algorithms that
-do, their last score is a horizontal line, as in the paper.
+do, their last score is a horizontal line, as in the paper. The metric candidate-loss is equation 1 while the candidates
+are trained; of a run folder only TensorBoard's events have it.
 
     python plot.py runs/* --metric success --out success.png
     python plot.py docs/results/AdroitHandDoor-v1__*.csv --human-success 0.32 --out door.svg
@@ -30,6 +31,7 @@ METRICS = {
     "return": "episodic_return",
     "wasserstein": "wasserstein",
     "normalized": "normalized_score",
+    "candidate-loss": "candidate_loss",
 }
 HUMAN = [f"human_wasserstein_{name}" for name in ("q25", "median", "q75")]
 # Okabe and Ito's palette, told apart by every kind of colour vision. The same algorithm always has the same colour and
@@ -44,7 +46,7 @@ OFFLINE = {*WITHOUT_ENVIRONMENT_STEPS, "aquacql"}
 class Args:
     paths: Annotated[list[Path], tyro.conf.Positional]
     """run folders, or CSV files named as in docs/results"""
-    metric: Literal["success", "return", "wasserstein", "normalized"] = "success"
+    metric: Literal["success", "return", "wasserstein", "normalized", "candidate-loss"] = "success"
     """what is drawn against the steps"""
     out: Path = Path("curves.png")
     """picture to write; .png and .svg are known"""
@@ -77,9 +79,10 @@ def event_scores(run: Path) -> dict[int, dict[str, float]]:
     events.Reload()
     scores: dict[int, dict[str, float]] = {}
     for tag in events.Tags()["scalars"]:
-        if tag.startswith("eval/"):
+        if tag.startswith("eval/") or tag == "candidates/loss":
             for event in events.Scalars(tag):
-                scores.setdefault(event.step, {})[tag.removeprefix("eval/")] = event.value
+                name = tag.removeprefix("eval/").replace("candidates/", "candidate_")
+                scores.setdefault(event.step, {})[name] = event.value
     return dict(sorted(scores.items()))
 
 
@@ -89,12 +92,9 @@ def read_curve(path: Path, column: str) -> Curve | None:
     parts = name.split("__")
     if len(parts) < 3:
         return None
-    if table.suffix == ".csv" and table.is_file():
-        scores = table_scores(table)
-    elif path.is_dir() and any(path.glob("events.out.tfevents*")):
+    scores = table_scores(table) if table.suffix == ".csv" and table.is_file() else {}
+    if not any(column in row for row in scores.values()) and any(path.glob("events.out.tfevents*")):
         scores = event_scores(path)
-    else:
-        return None
     scores = {step: row for step, row in scores.items() if np.isfinite(row.get(column, np.nan))}
     if not scores:
         return None
@@ -127,21 +127,22 @@ def draw_human(axis: Axes, curves: list[Curve], metric: str, human_success: floa
         axis.axhline(human_success, color="black", lw=1, label="human")
 
 
-def draw_panel(axis: Axes, curves: list[Curve], algorithms: list[str]) -> None:
+def draw_panel(axis: Axes, curves: list[Curve], algorithms: list[str], metric: str) -> None:
     present = [name for name in algorithms if any(curve.algorithm == name for curve in curves)]
     with_steps = [name for name in present if name not in WITHOUT_ENVIRONMENT_STEPS]
     last = max(curve.steps[-1] for curve in curves if curve.algorithm in (with_steps or present))
     for name in present:
         same = [curve for curve in curves if curve.algorithm == name]
         steps, (low, median, high) = quartiles(same)
-        marker = "o"
+        marker = "o" if len(steps) <= 50 else ""
         if with_steps and name not in with_steps:
             steps, marker = np.array([0, last]), ""
             low, median, high = (np.repeat(values[-1], 2) for values in (low, median, high))
         look, label = style(name, algorithms), f"{name} ({len(same)} seed{'s' * (len(same) > 1)})"
         axis.plot(steps, median, marker=marker, ms=3, label=label, **look)
         axis.fill_between(steps, low, high, color=look["color"], alpha=0.2, lw=0)
-    axis.set_xlabel("gradient steps" if OFFLINE.issuperset(present) else "environment steps")
+    in_gradient_steps = metric == "candidate-loss" or OFFLINE.issuperset(present)
+    axis.set_xlabel("gradient steps" if in_gradient_steps else "environment steps")
 
 
 def draw(curves: list[Curve], metric: str, title: str = "", human_success: float | None = None) -> Figure:
@@ -151,9 +152,9 @@ def draw(curves: list[Curve], metric: str, title: str = "", human_success: float
     for place, task in enumerate(tasks, start=1):
         axis = figure.add_subplot(rows, columns, place)
         own = [curve for curve in curves if curve.env_id == task]
-        draw_panel(axis, own, algorithms)
+        draw_panel(axis, own, algorithms, metric)
         draw_human(axis, own, metric, human_success)
-        axis.set(title=task, ylabel=metric)
+        axis.set(title=task, ylabel=metric.replace("-", " "))
         axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k")
         if metric == "success":
             axis.set_ylim(-0.03, 1.03)

@@ -54,6 +54,18 @@ def test_tensorboard_events_give_the_same_curve_and_a_repeated_step_counts_once(
     assert plot.read_curve(run, "wasserstein") is None
 
 
+def test_the_loss_of_the_candidates_comes_from_the_events_beside_the_evaluations(tmp_path):
+    run = write_run(tmp_path, "Door", "aquadqn", 1, [0.1, 0.5])
+    with SummaryWriter(str(run)) as log:
+        log.add_scalar("candidates/loss", 2.0, 500)
+        log.add_scalar("candidates/loss", 1.5, 1000)
+    curve = plot.read_curve(run, "candidate_loss")
+    assert list(curve.steps) == [500, 1000] and list(curve.values) == [2.0, 1.5]
+    assert list(plot.read_curve(run, "success_rate").steps) == [0, 1000]
+    (axis,) = plot.draw([curve], "candidate-loss").axes
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("gradient steps", "candidate loss")
+
+
 def test_evaluations_without_the_metric_are_left_out(tmp_path):
     run = write_run(tmp_path, "Door", "sac", 1, [float("nan"), 0.5])
     assert list(plot.read_curve(run, "success_rate").steps) == [1000]
