@@ -446,6 +446,24 @@ def test_an_unreachable_dataset_is_one_line(datasets, tmp_path, monkeypatch, cap
     assert stopped.value.code == 2 and "far/away-v0" in fetching and "no network here" in line
 
 
+@pytest.mark.parametrize("task", ["Door", "Hammer", "Pen"])
+def test_where_no_hub_is_reachable_the_bundled_demonstrations_are_used_and_said_so(datasets, monkeypatch, task):
+    """These tasks have 25 bundled episodes that reach the goal, and they fit its environment."""
+
+    def load_dataset(dataset_id: str, download: bool = False):
+        raise ConnectionError("no network here") if download else FileNotFoundError(dataset_id)
+
+    monkeypatch.setattr(minari, "load_dataset", load_dataset)
+    args = Args(env_id=f"AdroitHand{task}-v1", reward="sparse")
+    demos, dataset_id, warning = aquadqn.load_default_demonstrations(args, aquadqn.make_env(args.env_id, args.reward))
+    assert dataset_id == f"aquadem/{task.lower()}/agent-v0"
+    assert "NOT HUMAN" in warning and f"D4RL/{task.lower()}/human-v2" in warning
+    episodes = np.split(demos.rewards, np.flatnonzero(demos.ends) + 1)[:-1]
+    assert len(episodes) == 25 and all(rewards.any() for rewards in episodes)
+    (data,) = (aquadqn.BUNDLED_DEMONSTRATIONS / dataset_id).rglob("*.hdf5")
+    assert data.stat().st_size < 3e6
+
+
 def test_resume_refuses_what_would_change_the_learning(finished, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--resume", str(finished), "--learning-rate", "0.5"])
     with pytest.raises(SystemExit) as stopped:
