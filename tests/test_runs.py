@@ -446,9 +446,9 @@ def test_an_unreachable_dataset_is_one_line(datasets, tmp_path, monkeypatch, cap
     assert stopped.value.code == 2 and "far/away-v0" in fetching and "no network here" in line
 
 
-@pytest.mark.parametrize("task", ["Door", "Hammer", "Pen"])
+@pytest.mark.parametrize("task", ["Door", "Hammer", "Pen", "Relocate"])
 def test_where_no_hub_is_reachable_the_bundled_demonstrations_are_used_and_said_so(datasets, monkeypatch, task):
-    """These tasks have 25 bundled episodes that reach the goal, and they fit its environment."""
+    """Every Adroit task has 25 bundled episodes that reach the goal, and they fit its environment."""
 
     def load_dataset(dataset_id: str, download: bool = False):
         raise ConnectionError("no network here") if download else FileNotFoundError(dataset_id)
