@@ -28,7 +28,7 @@ class Options:
     """CSV file to write, a row per run"""
 
 
-def describe(run: Path) -> dict[str, float]:
+def describe(run: Path) -> dict[str, str | float]:
     args = aquadqn.load_args(run)
     env = aquadqn.make_env(args.env_id, args.reward)
     demos = aquadqn.load_demonstrations(args.dataset_id, env, args.reward == "sparse", args.num_demos)
@@ -38,6 +38,8 @@ def describe(run: Path) -> dict[str, float]:
     nearest = aquadqn.nearest_candidate(candidates, demos.actions)
     distances = jnp.linalg.norm(candidates[jnp.arange(len(nearest)), nearest] - demos.actions, axis=-1)
     return {
+        "env_id": args.env_id,
+        "exp_name": args.exp_name,
         "temperature": args.temperature,
         "num_actions": args.num_actions,
         "seed": args.seed,

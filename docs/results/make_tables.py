@@ -64,6 +64,64 @@ def door_aquadqn() -> str:
     return table(header, rows)
 
 
+EXPERT_TASKS = ("Hammer", "Pen", "Relocate")
+EXPERT_METHODS = {
+    "AQuaDQN": "aquadqn",
+    "AQuaDQN without dropout": "aquadqn_nodropout",
+    "SACfD": "sacfd",
+    "SAC": "sac",
+    "BC": "bc",
+}
+
+
+def expert_curves(task: str) -> dict[str, dict[int, dict[str, float]]]:
+    """Title -> curve of what has been run on the demonstrations of that task's trained policy."""
+    env_id = f"AdroitHand{task}-v1"
+    present = {title: f"{env_id}__{name}__1.csv" for title, name in EXPERT_METHODS.items()}
+    return {title: read(RESULTS / name) for title, name in present.items() if (RESULTS / name).exists()}
+
+
+def expert_success(title: str, scores: dict[int, dict[str, float]]) -> str:
+    """Towards the end; BC, without environment steps, at the end."""
+    last = list(scores.values())[-1]["success_rate"]
+    return f"{last if title == 'BC' else mean(scores, 'success_rate', 150_000, 200_000):.2f}"
+
+
+def expert_demonstrations(task: str) -> tuple[str, str]:
+    """Their share of successful episodes, and their mean return."""
+    row = next(row for row in read_rows("demonstrations.csv") if row["dataset"] == f"dapg/{task.lower()}/expert-v0")
+    return f"{int(row['successful']) / int(row['episodes']):.2f}", f"{float(row['mean_return']):.0f}"
+
+
+def expert_rl() -> str:
+    """Success along training on demonstrations of trained policies, beside BC and those demonstrations."""
+    in_use = {(row["env_id"], row["exp_name"]): row for row in read_rows("expert_candidates.csv")}
+    steps, rows = (50_000, 100_000, 150_000, 200_000), []
+    for task in EXPERT_TASKS:
+        for title, scores in expert_curves(task).items():
+            heads = in_use.get((f"AdroitHand{task}-v1", EXPERT_METHODS[title]))
+            used = f"{heads['in_use']} of {heads['num_actions']}" if heads else ""
+            successes = [f"{scores[step]['success_rate']:.2f}" if title != "BC" else "" for step in steps]
+            total = f"{list(scores.values())[-1]['episodic_return']:.0f}"
+            rows.append([f"{task}: {title}", used, *successes, f"**{expert_success(title, scores)}**", total])
+        share, total = expert_demonstrations(task)
+        rows.append([f"{task}: demonstrations", *[""] * 5, f"**{share}**", total])
+    header = ["", "candidates in use", *(f"{step // 1000}k" for step in steps), "mean of 150k to 200k", "last return"]
+    return table(header, rows)
+
+
+def expert_short() -> str:
+    """The README's: a row per algorithm, success at the end of training."""
+    curves = {task: expert_curves(task) for task in EXPERT_TASKS}
+    rows = [
+        [title, *(expert_success(title, own[title]) if title in own else "not run" for own in curves.values())]
+        for title in EXPERT_METHODS
+        if any(title in own for own in curves.values())
+    ]
+    rows.append(["the demonstrations", *(expert_demonstrations(task)[0] for task in EXPERT_TASKS)])
+    return table(["", *EXPERT_TASKS], rows)
+
+
 def door_ablations() -> str:
     """Success with candidates that were not learned."""
     runs, steps = [("K-means candidates", "kmeans", 1), ("untrained candidates", "random", 1)], (50_000, 100_000)
