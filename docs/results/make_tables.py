@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/RESULTS.md from the curves in this folder.
+"""Writes the tables of README.md, docs/RESULTS.md and demos/README.md from the curves in this folder.
 
     python docs/results/make_tables.py
 
@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent
-PAGES = [RESULTS.parents[1] / "README.md", RESULTS.parent / "RESULTS.md"]
+ROOT = RESULTS.parents[1]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "RESULTS.md", ROOT / "demos" / "README.md"]
 DOOR = "AdroitHandDoor-v1"
 
 
@@ -120,6 +121,22 @@ def expert_short() -> str:
     ]
     rows.append(["the demonstrations", *(expert_demonstrations(task)[0] for task in EXPERT_TASKS)])
     return table(["", *EXPERT_TASKS], rows)
+
+
+def bundled() -> str:
+    """Success of AQuaDQN and BC on the bundled demonstrations, and of the agent that recorded them."""
+    in_use = {row["env_id"]: row for row in read_rows("bundled_candidates.csv")}
+    steps, rows = (50_000, 100_000, 150_000), []
+    for task in ("Door", *EXPERT_TASKS):
+        env_id = f"AdroitHand{task}-v1"
+        agent, recorder = curve(env_id, "aquadqn_bundled", 1), curve(env_id, "aquadqn", 1)
+        used = f"{in_use[env_id]['in_use']} of {in_use[env_id]['num_actions']}"
+        successes = [f"{agent[step]['success_rate']:.2f}" for step in steps]
+        average, behind = (mean(scores, "success_rate", 100_000, 150_000) for scores in (agent, recorder))
+        clone = list(curve(env_id, "bc_bundled", 1).values())[-1]["success_rate"]
+        rows.append([task, used, *successes, f"**{average:.2f}**", f"{clone:.2f}", f"{behind:.2f}"])
+    header = ["", "candidates in use", *(f"{step // 1000}k" for step in steps), "mean of 100k to 150k"]
+    return table([*header, "BC", "the recording agent's own run, 100k to 150k"], rows)
 
 
 def door_ablations() -> str:
