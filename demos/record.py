@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import aquadqn
+import sac_baselines
 
 FIRST_SEED = 1_000_000_000  # neither training nor evaluation starts an episode from these
 TRIES_PER_EPISODE = 20  # an agent that fails more often than this is not worth recording
@@ -121,9 +122,10 @@ def record(options: Options) -> None:
     aquadqn.require(not exists, f"dataset {options.dataset_id!r} exists already: delete it first, or name another")
     env = aquadqn.make_env(args.env_id, "env")
     buffers, tried = record_successes(env, load_policy(options.run, env), options)
-    with aquadqn.explained(f"cannot write dataset {options.dataset_id!r}"):
+    name = options.dataset_id
+    with aquadqn.explained(f"cannot write dataset {name!r}"), sac_baselines.whole_dataset(name):
         dataset = minari.create_dataset_from_buffers(
-            options.dataset_id,
+            name,
             buffers,
             env=replace(env.unwrapped.spec, max_episode_steps=env.spec.max_episode_steps),
             observation_space=gym.spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32),
@@ -133,8 +135,9 @@ def record(options: Options) -> None:
             author="The AQuaDem in JAX authors",
             requirements=["gymnasium-robotics==1.4.2", "mujoco==3.17.0"],
         )
-    compress(Path(dataset.spec.data_path) / "main_data.hdf5")
-    print(f"{options.dataset_id}: {len(buffers)} successful of {tried} episodes, {dataset.total_steps} steps")
+        compress(Path(dataset.spec.data_path) / "main_data.hdf5")
+        steps = dataset.total_steps
+    print(f"{name}: {len(buffers)} successful of {tried} episodes, {steps} steps")
 
 
 def main() -> None:

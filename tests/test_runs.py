@@ -519,6 +519,7 @@ def record(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["record.py", *words])
         module.main()
 
+    run.module = module
     return run
 
 
@@ -532,6 +533,22 @@ def test_recorded_demonstrations_are_successful(finished, record, capsys):
     with pytest.raises(SystemExit) as stopped:
         record(str(finished), "--dataset-id", "made/reach/agent-v0")
     assert stopped.value.code == 2 and "exists already" in capsys.readouterr().err
+
+
+def test_a_recording_that_breaks_off_leaves_no_dataset(finished, record, tmp_path, monkeypatch, capsys):
+    words = [str(finished), "--dataset-id", "made/reach/agent-v0", "--episodes", "1", "--epsilon", "0.3"]
+
+    def full_disk(path: Path) -> None:
+        assert path.exists()  # Minari has written the dataset
+        raise OSError("no space left")
+
+    with monkeypatch.context() as broken, pytest.raises(SystemExit) as stopped:
+        broken.setattr(record.module, "compress", full_disk)
+        record(*words)
+    assert stopped.value.code == 2 and "made/reach/agent-v0': no space left" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    record(*words)
+    assert minari.load_dataset("made/reach/agent-v0").total_episodes == 1
 
 
 def test_an_agent_that_never_succeeds_is_not_recorded(finished, record, tmp_path, monkeypatch, capsys):
