@@ -38,6 +38,8 @@ HUMAN = [f"human_wasserstein_{name}" for name in ("q25", "median", "q75")]
 # dash; dashed lines begin where the colours are used up.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999", "#000000"]
 ALGORITHMS = "aquadqn sac sacfd bc mdn aquagail gail kmeans random aquaplay aquacql bb2 bb3 bb5 sbx bc10".split()
+ALGORITHMS += "aquadqn_nodropout aquadqn_bundled aquagail_action aquagail_next".split()  # variants in docs/RESULTS.md
+ALGORITHMS += [f"aquadqn_k{k}_t0.001" for k in (10, 15, 20)]
 WITHOUT_ENVIRONMENT_STEPS = ("bc", "bc10", "mdn")  # drawn as horizontal lines beside other algorithms
 OFFLINE = {*WITHOUT_ENVIRONMENT_STEPS, "aquacql"}
 
@@ -115,7 +117,7 @@ def quartiles(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
 def style(algorithm: str, seen: list[str]) -> dict[str, str]:
     known = ALGORITHMS + [name for name in seen if name not in ALGORITHMS]
     cycle, index = divmod(known.index(algorithm), len(PALETTE))
-    return {"color": PALETTE[index], "linestyle": ("-", "--", ":")[cycle % 3]}
+    return {"color": PALETTE[index], "linestyle": ("-", "--", ":", "-.")[cycle % 4]}
 
 
 def draw_human(axis: Axes, curves: list[Curve], metric: str, human_success: float | None) -> None:

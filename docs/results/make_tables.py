@@ -148,12 +148,22 @@ def door_ablations() -> str:
 
 
 def door_sweep() -> str:
-    """The candidates by temperature, on the demonstrations from which they were learned."""
-    rows = []
-    for row in read_rows("door_candidate_sweep.csv"):
+    """The candidates by their number and temperature, on the demonstrations from which they were learned."""
+    runs, rows = read_rows("door_candidate_sweep.csv"), []
+    for row in sorted(runs, key=lambda row: (int(row["num_actions"]), float(row["temperature"]))):
         measures = [f"{float(row[name]):.4f}" for name in ("loss", "nearest_distance")]
-        rows.append([row["temperature"], row["num_actions"], *measures, f"{row['in_use']} of {row['num_actions']}"])
-    return table(["T", "K", "loss (equation 1)", "distance to the nearest candidate", "candidates in use"], rows)
+        rows.append([row["num_actions"], row["temperature"], *measures, f"{row['in_use']} of {row['num_actions']}"])
+    return table(["K", "T", "loss (equation 1)", "distance to the nearest candidate", "candidates in use"], rows)
+
+
+def door_sweep_success() -> str:
+    """Success of agents by the number of their candidates."""
+    runs = [("K = 10", "aquadqn", seed) for seed in (1, 2, 3)] + [("K = 15", "aquadqn_k15_t0.001", 1)]
+    steps, rows = (20_000, 40_000, 60_000, 80_000, 100_000), []
+    for (_, name, seed), row in zip(runs, success_rows(runs, steps)):
+        average = mean(curve(DOOR, name, seed), "success_rate", 60_000, 100_000)
+        rows.append([*row, f"**{average:.2f}**"])
+    return table(["", *(f"{step // 1000}k" for step in steps), "mean of 60k to 100k"], rows)
 
 
 def door_short() -> str:
