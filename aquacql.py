@@ -43,6 +43,7 @@ import tyro
 from tqdm import tqdm
 
 GRADIENT_BLOCK = 500  # gradient steps in one call, without any transfer in between
+START_TEMPERATURE = 0.25  # of the demonstrated actions' variance, unless --temperature-start is given
 EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED + i; --seed stays below it
 BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
 
@@ -86,8 +87,13 @@ class Args:
     """K, candidate actions per state"""
     temperature: float = 0.001
     """T of the soft minimum"""
+    temperature_start: float | None = None
+    """T at the first step, from where it falls to --temperature in the first half of the training; default: a quarter
+    of the demonstrated actions' variance; equal to --temperature: constant, as in the paper"""
     candidate_steps: int = 5_000_000
     """gradient steps of the candidate network"""
+    held_out_episodes: int = 0
+    """the last N demonstrations are kept from the candidates, to see how near to unseen actions they come"""
     candidate_learning_rate: float = 3e-4
     """Adam's learning rate for the candidate network"""
     candidates_from: str | None = None
@@ -103,6 +109,9 @@ class Args:
     """discount"""
     n_step: int = 3
     """length of the multi-step return"""
+    ema_decay: float = 0.999
+    """the average of the Q-network that is evaluated and kept changes by 1 - decay per update; 0: none, as in the paper
+    """
     target_update_period: int = 100
     """updates between copies into the target network (the authors' code)"""
     munchausen_tau: float = 0.03
@@ -153,12 +162,23 @@ def explained(what: str) -> Iterator[None]:
 def check_offline_args(args: Args) -> None:
     counts = "num_seeds gradient_steps eval_every eval_episodes num_actions batch_size n_step target_update_period"
     bounds = dict.fromkeys(f"{counts} checkpoint_every".split(), (1, math.inf))
-    bounds |= {"candidate_steps": (0, math.inf), "cql_alpha": (0, 1e9), "gamma": (0, 1)}
+    bounds |= {
+        "candidate_steps": (0, math.inf),
+        "held_out_episodes": (0, math.inf),
+        "cql_alpha": (0, 1e9),
+        "gamma": (0, 1),
+    }
     bounds |= dict.fromkeys(["temperature", "learning_rate", "candidate_learning_rate", "munchausen_tau"], (1e-9, 1e9))
-    bounds |= {"munchausen_alpha": (0, 1), "munchausen_clip": (-1e9, 0)}
+    bounds |= {
+        "munchausen_alpha": (0, 1),
+        "ema_decay": (0, 1 - 1e-9),
+        "temperature_start": (1e-9, 1e9),
+        "munchausen_clip": (-1e9, 0),
+    }
     for name, (low, high) in {**bounds, "seed": (0, EVALUATION_SEED - args.num_seeds)}.items():
         value = getattr(args, name)
-        require(low <= value <= high, f"--{name.replace('_', '-')} is {value}: give a number from {low} to {high}")
+        if value is not None:
+            require(low <= value <= high, f"--{name.replace('_', '-')} is {value}: give a number from {low} to {high}")
     low, high = args.ref_min_score, args.ref_max_score
     together = (low is None) == (high is None) and (low is None or low < high)
     require(together, f"--ref-min-score is {low} and --ref-max-score {high}: give both, the smaller first")
@@ -540,36 +560,66 @@ class Batch(NamedTuple):
 class CandidateState(NamedTuple):
     params: Any
     opt_state: Any
+    step: jax.Array
     key: jax.Array
 
 
 class AgentState(NamedTuple):
     params: Any
+    average_params: Any  # None without --ema-decay
     target_params: Any
     opt_state: Any
     updates: jax.Array
     key: jax.Array
 
 
+def averaged(average: Any, params: Any, decay: float) -> Any:
+    """An exponential moving average of the Q-network: its greedy policy flickers less (not in the paper)."""
+    return optax.incremental_update(params, average, 1.0 - decay) if decay else None
+
+
+def evaluated_params(agent: AgentState) -> Any:
+    return agent.params if agent.average_params is None else agent.average_params
+
+
 # Where the agents of all seeds have their seed axis. The count has none: as one number for all it is a real condition,
 # so that the target networks are copied every hundredth step only.
-SEED_AXES = AgentState(0, 0, 0, None, 0)
+SEED_AXES = AgentState(0, 0, 0, 0, None, 0)
+
+
+def start_temperature(args: Args, actions: np.ndarray) -> float:
+    """T is compared with squared distances between actions, so it starts at a fraction of their variance."""
+    if args.temperature_start is not None:
+        return args.temperature_start
+    return max(args.temperature, START_TEMPERATURE * float(np.sum(np.var(actions, axis=0))))
+
+
+def annealed_temperature(step: jax.Array, start: float, end: float, steps: int) -> jax.Array | float:
+    """T falls geometrically from start to end over the first half of the steps, then stays (not in the paper).
+
+    With a constant small T, a candidate that is never the nearest one gets no gradient and stays as it was initialised.
+    """
+    if start == end:
+        return end
+    return start * (end / start) ** jnp.minimum(step / (0.5 * steps), 1.0)
 
 
 def make_candidate_update(network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
     """`steps` gradient steps on equation 1 in one call; returns the mean loss."""
 
-    def loss_fn(params: Any, observations: jax.Array, actions: jax.Array, key: jax.Array) -> jax.Array:
+    def loss_fn(params: Any, observations: jax.Array, actions: jax.Array, step: jax.Array, key: jax.Array) -> jax.Array:
         candidates = network.apply(params, observations, train=True, rngs={"dropout": key})
-        return soft_min_loss(candidates, actions, args.temperature)
+        temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
+        return soft_min_loss(candidates, actions, temperature)
 
     def update(state: CandidateState, observations: jax.Array, actions: jax.Array, steps: int):
         def step(state: CandidateState, _: None) -> tuple[CandidateState, jax.Array]:
             key, batch_key, dropout_key = jax.random.split(state.key, 3)
             batch = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, observations[batch], actions[batch], dropout_key)
+            pairs = observations[batch], actions[batch]
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, *pairs, state.step, dropout_key)
             updates, opt_state = optimizer.update(grads, state.opt_state)
-            return CandidateState(optax.apply_updates(state.params, updates), opt_state, key), loss
+            return CandidateState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, key), loss
 
         state, losses = jax.lax.scan(step, state, None, length=steps)
         return state, jnp.mean(losses)
@@ -611,7 +661,8 @@ def make_cql_updates(network: nn.Module, optimizer: optax.GradientTransformation
         updates, opt_state = optimizer.update(grads, state.opt_state)
         params, count = optax.apply_updates(state.params, updates), state.updates + 1
         target_params = optax.periodic_update(params, state.target_params, count, args.target_update_period)
-        return AgentState(params, target_params, opt_state, count, key), jnp.stack([loss, *parts])
+        average = averaged(state.average_params, params, args.ema_decay)
+        return AgentState(params, average, target_params, opt_state, count, key), jnp.stack([loss, *parts])
 
     def updates(states: AgentState, data: Transitions, indices: jax.Array, steps: int) -> tuple[AgentState, jax.Array]:
         def update(state: AgentState, indices: jax.Array) -> tuple[AgentState, jax.Array]:
@@ -895,14 +946,15 @@ def train_all_candidates(
     def init(key: jax.Array) -> CandidateState:
         key, init_key = jax.random.split(key)
         params = network.init(init_key, jnp.zeros(obs_dim))
-        return CandidateState(params, optimizer.init(params), key)
+        return CandidateState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
 
     states, step = jax.jit(jax.vmap(init))(seed_keys(args, 0)), 0
     if unfinished.exists():
         states, meta = load_arrays(unfinished, states)
         step = meta["step"]
     update = make_candidate_updates(network, optimizer, args)
-    observations, actions = jnp.asarray(data.observations), jnp.asarray(data.actions)
+    seen = learned_from(args, data)
+    observations, actions = jnp.asarray(data.observations[:seen]), jnp.asarray(data.actions[:seen])
     progress = tqdm(desc="candidates", total=args.candidate_steps, initial=step, unit="step", disable=args.quiet)
     while step < args.candidate_steps:
         block = min(GRADIENT_BLOCK, args.candidate_steps - step)
@@ -911,6 +963,8 @@ def train_all_candidates(
         if not math.isfinite(loss):
             sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
         log.add_scalar("candidates/loss", loss, step)
+        temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
+        log.add_scalar("candidates/temperature", float(temperature), step)
         progress.set_postfix(loss=f"{loss:.5f}", refresh=False)
         progress.update(block)
         if step % (20 * GRADIENT_BLOCK) == 0 or signals:
@@ -921,6 +975,13 @@ def train_all_candidates(
     save_arrays(path, states.params)
     unfinished.unlink(missing_ok=True)
     return states.params
+
+
+def learned_from(args: Args, demos: Demonstrations) -> int:
+    """How many of the demonstrated steps the candidates learn from: all but those of the last, held-out episodes."""
+    starts = np.concatenate([[0], np.flatnonzero(demos.ends) + 1])  # of every episode, then the end of the data
+    require(args.held_out_episodes < len(starts) - 1, "--held-out-episodes leaves no demonstration: give a lower one")
+    return int(starts[len(starts) - 1 - args.held_out_episodes])
 
 
 def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
@@ -935,7 +996,14 @@ def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstration
     chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory of (chunk, K, D)
     pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
     indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
+    shares = np.bincount(indices, minlength=args.num_actions) / len(indices)
+    used = shares[shares > 0]
+    log.add_scalar("candidates/in_use", len(used), 0)
+    log.add_scalar("candidates/perplexity", float(np.exp(-np.sum(used * np.log(used)))), 0)
     log.add_scalar("candidates/nearest_distance", float(distances.mean()), 0)
+    if args.held_out_episodes:
+        unseen = learned_from(args, demos)
+        log.add_scalar("candidates/held_out_distance", float(distances[unseen:].mean()), 0)
     log.add_histogram("candidates/usage", indices, 0, bins=np.arange(args.num_actions + 1) - 0.5)
     return indices
 
@@ -961,10 +1029,12 @@ def init_agents(args: Args, q_network: nn.Module, optimizer: optax.GradientTrans
     def init(key: jax.Array) -> AgentState:
         key, init_key = jax.random.split(key)
         params = q_network.init(init_key, jnp.zeros(obs_dim))
-        return AgentState(params, params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
+        average = params if args.ema_decay else None
+        return AgentState(params, average, params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
 
     agents = jax.jit(jax.vmap(init, out_axes=SEED_AXES))(seed_keys(args, 1))
-    return agents._replace(target_params=jax.tree.map(jnp.copy, agents.params))  # an update gives its buffers away
+    copies = [jax.tree.map(jnp.copy, tree) for tree in (agents.average_params, agents.target_params)]
+    return agents._replace(average_params=copies[0], target_params=copies[1])  # an update gives its buffers away
 
 
 def train_agents(
@@ -991,8 +1061,8 @@ def train_agents(
     shown, logged_time = {}, time.perf_counter()
     while True:
         if step % args.eval_every == 0 or step >= args.gradient_steps:
-            results = evaluate_seeds(policy, agents.params, candidate_params, eval_envs)
-            save_arrays(run / "agent.npz", agents.params, step=step)
+            results = evaluate_seeds(policy, evaluated_params(agents), candidate_params, eval_envs)
+            save_arrays(run / "agent.npz", evaluated_params(agents), step=step)
             table = score_table(args, results)
             write_score_table(args, run, step, table, log)
             shown |= {"return": f"{table['episodic_return'].mean():.1f}"}
@@ -1028,6 +1098,8 @@ def train(args: Args) -> Path:
     """Whatever can be wrong with the input is found before the run folder is made."""
     check_offline_args(args)
     data, env = load_dataset(args)
+    args.temperature_start = start_temperature(args, data.actions)
+    learned_from(args, data)
     network = CandidateNetwork(args.num_actions, env.action_space.shape[0], torso=(256, 256, 256))
     if args.candidates_from and not args.resume:  # a run has a copy of its own
         load_seeds(Path(args.candidates_from) / "candidates.npz", network, data.observations.shape[1], args.num_seeds)

@@ -52,6 +52,7 @@ from tqdm import tqdm
 
 UPDATE_BLOCK = 8  # environment steps, then as many updates in one call (the authors' code: 8 SGD steps per step)
 CANDIDATE_BLOCK = 500  # candidate-network steps in one call
+START_TEMPERATURE = 0.25  # of the demonstrated actions' variance, unless --temperature-start is given
 EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED + i; --seed stays below it
 BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
 PLAY = "aquadem/robodesk/play-v0"  # what `collect` records unless told otherwise
@@ -86,8 +87,13 @@ class Args:
     """K, candidate actions per state (a mesh has its own number)"""
     temperature: float = 1e-4
     """T of the soft minimum"""
+    temperature_start: float | None = None
+    """T at the first step, from where it falls to --temperature in the first half of the training; default: a quarter
+    of the demonstrated actions' variance; equal to --temperature: constant, as in the paper"""
     candidate_steps: int = 50_000
     """gradient steps of the candidate network"""
+    held_out_episodes: int = 0
+    """the last N demonstrations are kept from the candidates, to see how near to unseen actions they come"""
     candidate_learning_rate: float = 1e-3
     """Adam's learning rate for the candidate network"""
     input_dropout: float = 0.1
@@ -111,6 +117,9 @@ class Args:
     """transitions kept in the replay buffer"""
     learning_starts: int = 1_000
     """environment steps before the first update (the authors' code)"""
+    ema_decay: float = 0.999
+    """the average of the Q-network that is evaluated and kept changes by 1 - decay per update; 0: none, as in the paper
+    """
     target_update_period: int = 100
     """updates between copies into the target network (the authors' code)"""
     munchausen_tau: float = 0.03
@@ -188,11 +197,16 @@ def explained(what: str) -> Iterator[None]:
 def check_play_args(args: Args) -> None:
     counts = "num_demos num_actions batch_size n_step total_timesteps eval_every eval_episodes buffer_size"
     bounds = dict.fromkeys(f"{counts} target_update_period checkpoint_every".split(), (1, math.inf))
-    bounds |= dict.fromkeys(["candidate_steps", "learning_starts"], (0, math.inf))
+    bounds |= dict.fromkeys(["candidate_steps", "held_out_episodes", "learning_starts"], (0, math.inf))
     bounds |= dict.fromkeys(["epsilon", "gamma"], (0, 1))
     bounds |= dict.fromkeys(["input_dropout", "hidden_dropout"], (0, 0.99))
     bounds |= dict.fromkeys(["temperature", "learning_rate", "candidate_learning_rate", "munchausen_tau"], (1e-9, 1e9))
-    bounds |= {"munchausen_alpha": (0, 1), "munchausen_clip": (-1e9, 0)}
+    bounds |= {
+        "munchausen_alpha": (0, 1),
+        "ema_decay": (0, 1 - 1e-9),
+        "temperature_start": (1e-9, 1e9),
+        "munchausen_clip": (-1e9, 0),
+    }
     for name, (low, high) in {**bounds, "seed": (0, EVALUATION_SEED - 1)}.items():
         value = getattr(args, name)
         if value is not None:
@@ -1110,15 +1124,26 @@ def sample(replay: Replay, key: jax.Array, batch_size: int, n_step: int, gamma: 
 class CandidateState(NamedTuple):
     params: Any
     opt_state: Any
+    step: jax.Array
     key: jax.Array
 
 
 class AgentState(NamedTuple):
     params: Any
+    average_params: Any  # None without --ema-decay
     target_params: Any
     opt_state: Any
     updates: jax.Array
     key: jax.Array
+
+
+def averaged(average: Any, params: Any, decay: float) -> Any:
+    """An exponential moving average of the Q-network: its greedy policy flickers less (not in the paper)."""
+    return optax.incremental_update(params, average, 1.0 - decay) if decay else None
+
+
+def evaluated_params(agent: AgentState) -> Any:
+    return agent.params if agent.average_params is None else agent.average_params
 
 
 def make_candidate_network(args: Args, action_dim: int) -> nn.Module:
@@ -1129,20 +1154,39 @@ def make_candidate_network(args: Args, action_dim: int) -> nn.Module:
     )
 
 
+def start_temperature(args: Args, actions: np.ndarray) -> float:
+    """T is compared with squared distances between actions, so it starts at a fraction of their variance."""
+    if args.temperature_start is not None:
+        return args.temperature_start
+    return max(args.temperature, START_TEMPERATURE * float(np.sum(np.var(actions, axis=0))))
+
+
+def annealed_temperature(step: jax.Array, start: float, end: float, steps: int) -> jax.Array | float:
+    """T falls geometrically from start to end over the first half of the steps, then stays (not in the paper).
+
+    With a constant small T, a candidate that is never the nearest one gets no gradient and stays as it was initialised.
+    """
+    if start == end:
+        return end
+    return start * (end / start) ** jnp.minimum(step / (0.5 * steps), 1.0)
+
+
 def make_candidate_update(network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
     """`steps` gradient steps on equation 1 in one call; returns the mean loss."""
 
-    def loss_fn(params: Any, observations: jax.Array, actions: jax.Array, key: jax.Array) -> jax.Array:
+    def loss_fn(params: Any, observations: jax.Array, actions: jax.Array, step: jax.Array, key: jax.Array) -> jax.Array:
         candidates = network.apply(params, observations, train=True, rngs={"dropout": key})
-        return soft_min_loss(candidates, actions, args.temperature)
+        temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
+        return soft_min_loss(candidates, actions, temperature)
 
     def update(state: CandidateState, observations: jax.Array, actions: jax.Array, steps: int):
         def step(state: CandidateState, _: None) -> tuple[CandidateState, jax.Array]:
             key, batch_key, dropout_key = jax.random.split(state.key, 3)
             batch = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, observations[batch], actions[batch], dropout_key)
+            pairs = observations[batch], actions[batch]
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, *pairs, state.step, dropout_key)
             updates, opt_state = optimizer.update(grads, state.opt_state)
-            return CandidateState(optax.apply_updates(state.params, updates), opt_state, key), loss
+            return CandidateState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, key), loss
 
         state, losses = jax.lax.scan(step, state, None, length=steps)
         return state, jnp.mean(losses)
@@ -1171,7 +1215,8 @@ def make_munchausen_update(network: nn.Module, optimizer: optax.GradientTransfor
             updates, opt_state = optimizer.update(grads, state.opt_state)
             params, count = optax.apply_updates(state.params, updates), state.updates + 1
             target_params = optax.periodic_update(params, state.target_params, count, args.target_update_period)
-            return AgentState(params, target_params, opt_state, count, key), jnp.stack([loss, q])
+            average = averaged(state.average_params, params, args.ema_decay)
+            return AgentState(params, average, target_params, opt_state, count, key), jnp.stack([loss, q])
 
         state, metrics = jax.lax.scan(step, state, None, length=UPDATE_BLOCK)
         return state, jnp.mean(metrics, axis=0)
@@ -1420,12 +1465,13 @@ def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstra
         params = {"params": {"actions": jnp.asarray(centres)}}
     elif args.candidates == "learned":
         optimizer = optax.adam(args.candidate_learning_rate)
-        state, step = CandidateState(params, optimizer.init(params), key), 0
+        state, step = CandidateState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key), 0
         if unfinished.exists():
             state, meta = load_arrays(unfinished, state)
             step = meta["step"]
         update = make_candidate_update(network, optimizer, args)
-        observations, actions = jnp.asarray(demos.observations), jnp.asarray(demos.actions)
+        seen = learned_from(args, demos)
+        observations, actions = jnp.asarray(demos.observations[:seen]), jnp.asarray(demos.actions[:seen])
         progress = tqdm(desc="candidates", total=args.candidate_steps, initial=step, unit="step", disable=args.quiet)
         while step < args.candidate_steps:
             block = min(CANDIDATE_BLOCK, args.candidate_steps - step)
@@ -1434,6 +1480,8 @@ def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstra
             if not np.isfinite(loss):
                 sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
             log.add_scalar("candidates/loss", float(loss), step)
+            temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
+            log.add_scalar("candidates/temperature", float(temperature), step)
             progress.set_postfix(loss=f"{loss:.5f}", refresh=False)
             progress.update(block)
             if step % (20 * CANDIDATE_BLOCK) == 0 or signals:
@@ -1445,6 +1493,13 @@ def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstra
     save_arrays(path, params)
     unfinished.unlink(missing_ok=True)
     return params
+
+
+def learned_from(args: Args, demos: Demonstrations) -> int:
+    """How many of the demonstrated steps the candidates learn from: all but those of the last, held-out episodes."""
+    starts = np.concatenate([[0], np.flatnonzero(demos.ends) + 1])  # of every episode, then the end of the data
+    require(args.held_out_episodes < len(starts) - 1, "--held-out-episodes leaves no demonstration: give a lower one")
+    return int(starts[len(starts) - 1 - args.held_out_episodes])
 
 
 def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
@@ -1459,7 +1514,14 @@ def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstration
     chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory of (chunk, K, D)
     pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
     indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
+    shares = np.bincount(indices, minlength=args.num_actions) / len(indices)
+    used = shares[shares > 0]
+    log.add_scalar("candidates/in_use", len(used), 0)
+    log.add_scalar("candidates/perplexity", float(np.exp(-np.sum(used * np.log(used)))), 0)
     log.add_scalar("candidates/nearest_distance", float(distances.mean()), 0)
+    if args.held_out_episodes:
+        unseen = learned_from(args, demos)
+        log.add_scalar("candidates/held_out_distance", float(distances[unseen:].mean()), 0)
     log.add_histogram("candidates/usage", indices, 0, bins=np.arange(args.num_actions + 1) - 0.5)
     return indices
 
@@ -1484,7 +1546,8 @@ def picture_candidates(
 def fingerprint(args: Args, demos: Demonstrations) -> str:
     """Of all that trained candidates depend on: the play and the settings."""
     names = (
-        "num_actions temperature candidate_steps candidate_learning_rate input_dropout hidden_dropout batch_size seed"
+        "num_actions temperature temperature_start candidate_steps held_out_episodes candidate_learning_rate"
+        " input_dropout hidden_dropout batch_size seed"
     )
     digest = hashlib.sha256(json.dumps([getattr(args, name) for name in names.split()]).encode())
     digest.update(demos.observations.tobytes())
@@ -1509,7 +1572,9 @@ def train_play_agent(
     q_network, optimizer = QNetwork(args.num_actions), optax.adam(args.learning_rate)
     key, act_key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 1), 3)
     params = q_network.init(init_key, jnp.zeros(obs_dim))
-    agent = AgentState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.zeros((), jnp.int32), key)
+    average, target = (jax.tree.map(jnp.copy, params) for _ in range(2))  # an update gives its buffers away
+    average = average if args.ema_decay else None
+    agent = AgentState(params, average, target, optimizer.init(params), jnp.zeros((), jnp.int32), key)
     capacity = min(args.buffer_size, -(-args.total_timesteps // UPDATE_BLOCK) * UPDATE_BLOCK)
     rows, step, block = np.zeros((capacity, row_size), np.float32), 0, []  # block: steps not yet in the replay
     env.reset(seed=args.seed)
@@ -1532,13 +1597,13 @@ def train_play_agent(
     observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
 
     def greedy(observations: np.ndarray) -> jax.Array:
-        return policy(agent.params, candidate_params, observations, act_key, epsilon=0.0)[0][:, :-1]
+        return policy(evaluated_params(agent), candidate_params, observations, act_key, epsilon=0.0)[0][:, :-1]
 
     while True:
         if step % args.eval_every == 0 or step >= args.total_timesteps:
             started = time.perf_counter()
             result = evaluate(greedy, eval_envs)
-            save_arrays(run / "agent.npz", agent.params, step=step)
+            save_arrays(run / "agent.npz", evaluated_params(agent), step=step)
             write_evaluation(run / "evaluations.csv", step, result, log)
             summary = {"return": result.returns.mean(), "success": result.successes.mean()}
             progress.set_postfix({name: f"{value:.2f}" for name, value in summary.items()}, refresh=False)
@@ -1642,6 +1707,8 @@ def train(args: Args) -> tuple[Path, Evaluation]:
         )
     else:
         demos, args.exp_name = load_play(args, env), args.exp_name or "aquaplay"
+        args.temperature_start = start_temperature(args, demos.actions)
+        learned_from(args, demos)
         if args.candidates_from is None and not args.resume:
             args.candidates_from = find_candidates(fingerprint(args, demos))
             if args.candidates_from and not args.quiet:

@@ -60,11 +60,13 @@ class Args:
     """K, candidate actions per state where figures compare temperatures (the others always show K = 1, 2 and 3 too)"""
     temperature: float = 0.01
     """T of the soft minimum where figures compare different K"""
+    temperature_start: float = 1.0
+    """T at the first step in the figure that compares annealing with a constant T; the others have a constant one"""
     num_demos: int = 500
     """demonstrations (not in the paper)"""
     seed: int = 1
     """seed of demonstrations, networks and batches; equal seeds give bit-identical results on a CPU"""
-    steps: int = 20_000
+    candidate_steps: int = 20_000
     """gradient steps of every network"""
     batch_size: int = 16
     """batch of every network (not in the paper)"""
@@ -89,8 +91,8 @@ def require(condition: Any, message: str) -> None:
 
 def check_grid_args(args: Args) -> None:
     bounds = {"k": (1, 100), "hidden_dropout": (0, 0.99), "seed": (0, EVALUATION_SEED - 1)}
-    bounds |= dict.fromkeys(["num_demos", "batch_size", "steps"], (1, 10**6))
-    bounds |= dict.fromkeys(["temperature", "candidate_learning_rate"], (1e-9, 1e9))
+    bounds |= dict.fromkeys(["num_demos", "batch_size", "candidate_steps"], (1, 10**6))
+    bounds |= dict.fromkeys(["temperature", "temperature_start", "candidate_learning_rate"], (1e-9, 1e9))
     for name, (low, high) in bounds.items():
         value = getattr(args, name)
         require(low <= value <= high, f"--{name.replace('_', '-')} is {value}: give a number from {low} to {high}")
@@ -265,23 +267,36 @@ def nearest_candidate(candidates: jax.Array, actions: jax.Array) -> jax.Array:
 class CandidateState(NamedTuple):
     params: Any
     opt_state: Any
+    step: jax.Array
     key: jax.Array
+
+
+def annealed_temperature(step: jax.Array, start: float, end: float, steps: int) -> jax.Array | float:
+    """T falls geometrically from start to end over the first half of the steps, then stays (not in the paper).
+
+    With a constant small T, a candidate that is never the nearest one gets no gradient and stays as it was initialised.
+    """
+    if start == end:
+        return end
+    return start * (end / start) ** jnp.minimum(step / (0.5 * steps), 1.0)
 
 
 def make_candidate_update(network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
     """`steps` gradient steps on equation 1 in one call; returns the mean loss."""
 
-    def loss_fn(params: Any, observations: jax.Array, actions: jax.Array, key: jax.Array) -> jax.Array:
+    def loss_fn(params: Any, observations: jax.Array, actions: jax.Array, step: jax.Array, key: jax.Array) -> jax.Array:
         candidates = network.apply(params, observations, train=True, rngs={"dropout": key})
-        return soft_min_loss(candidates, actions, args.temperature)
+        temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
+        return soft_min_loss(candidates, actions, temperature)
 
     def update(state: CandidateState, observations: jax.Array, actions: jax.Array, steps: int):
         def step(state: CandidateState, _: None) -> tuple[CandidateState, jax.Array]:
             key, batch_key, dropout_key = jax.random.split(state.key, 3)
             batch = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, observations[batch], actions[batch], dropout_key)
+            pairs = observations[batch], actions[batch]
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, *pairs, state.step, dropout_key)
             updates, opt_state = optimizer.update(grads, state.opt_state)
-            return CandidateState(optax.apply_updates(state.params, updates), opt_state, key), loss
+            return CandidateState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, key), loss
 
         state, losses = jax.lax.scan(step, state, None, length=steps)
         return state, jnp.mean(losses)
@@ -307,10 +322,10 @@ def training(args: Args, k: int, observations: jax.Array, actions: jax.Array) ->
     apply, update = jax.jit(network.apply), make_candidate_update(network, optimizer, args)
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = network.init(init_key, observations[:1])
-    state, done, loss = CandidateState(params, optimizer.init(params), key), 0, math.nan
+    state, done, loss = CandidateState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key), 0, math.nan
     while True:  # an update takes over the parameters, so only the last network yielded can be used
         yield done, float(loss), np.asarray(apply(state.params, GRID)), partial(apply, state.params)
-        block = min(BLOCK, args.steps - done)
+        block = min(BLOCK, args.candidate_steps - done)
         state, loss = update(state, observations, actions, block)
         done += block
 
@@ -336,14 +351,14 @@ def fit_networks(args: Args, settings: Sequence[tuple[int, float]], demos: list[
     """One network per (K, T), two at a time: a step is too small to keep more than one core busy."""
     arrays = tuple(map(jnp.asarray, state_action_pairs(demos)))
     trainings = [training(dataclasses.replace(args, temperature=t), k, *arrays) for k, t in settings]
-    progress = tqdm(desc=f"{len(settings)} networks", total=args.steps, unit="step", disable=args.quiet)
+    progress = tqdm(desc=f"{len(settings)} networks", total=args.candidate_steps, unit="step", disable=args.quiet)
     with ThreadPoolExecutor(max_workers=2) as pool, progress:
         history = [list(pool.map(next, trainings))]
-        for done in range(0, args.steps, BLOCK):
+        for done in range(0, args.candidate_steps, BLOCK):
             history.append(list(pool.map(next, trainings)))
             finite = all(math.isfinite(loss) for _, loss, *_ in history[-1])
             require(finite, f"the loss is not finite after step {done}: lower --candidate-learning-rate")
-            progress.update(min(BLOCK, args.steps - done))
+            progress.update(min(BLOCK, args.candidate_steps - done))
     return {setting: finish_fit(*setting, blocks) for setting, blocks in zip(settings, zip(*history))}
 
 

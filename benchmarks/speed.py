@@ -208,6 +208,7 @@ def checkpoint_share(args: aquadqn.Args, state: object, row_size: int, loop_ms: 
 def main() -> None:
     options = tyro.cli(Options)
     args = aquadqn.Args(env_id=options.env_id, total_timesteps=options.steps, eval_episodes=1, quiet=True)
+    args.temperature_start = 1.0
     args.eval_every = 10**9
     env = aquadqn.make_env(args.env_id, args.reward)
     obs_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
@@ -221,8 +222,8 @@ def main() -> None:
     policy = aquadqn.make_policy(q_network, network, env.action_space)
     key, observation = jax.random.PRNGKey(2), np.zeros(obs_dim, np.float32)
     optimizer = optax.adam(args.learning_rate)
-    copy = jax.tree.map(jnp.copy, q_params)
-    agent = aquadqn.AgentState(q_params, copy, optimizer.init(q_params), jnp.zeros((), jnp.int32), key)
+    average, target = (jax.tree.map(jnp.copy, q_params) for _ in range(2))
+    agent = aquadqn.AgentState(q_params, average, target, optimizer.init(q_params), jnp.zeros((), jnp.int32), key)
     saved = jax.tree.map(np.asarray, agent)  # the updates below give the buffers away
     learn, kept = aquadqn.make_agent_update(q_network, optimizer, args), [jax.tree.map(jnp.asarray, saved)]
 
@@ -248,7 +249,7 @@ def main() -> None:
     candidate_optimizer = optax.adam(args.candidate_learning_rate)
     candidate_update = aquadqn.make_candidate_update(network, candidate_optimizer, args)
     start = jax.tree.map(jnp.copy, params)
-    candidate = [aquadqn.CandidateState(start, candidate_optimizer.init(params), jax.random.PRNGKey(3))]
+    candidate = [aquadqn.CandidateState(start, candidate_optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(3))]
     observations, actions = demos.rows[:, :obs_dim], jnp.zeros((6729, action_dim))
 
     def candidate_steps() -> jax.Array:

@@ -164,6 +164,11 @@ def test_storing_a_block_that_wraps_around_equals_storing_row_by_row():
     assert one.count == many.count == 24
 
 
+def new_agent(params, optimizer) -> aquadqn.AgentState:
+    average, target = (jax.tree.map(jnp.copy, params) for _ in range(2))
+    return aquadqn.AgentState(params, average, target, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(0))
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
 def test_batches_come_from_the_demonstrations_with_the_given_probability(ratio):
     """Replay rewards are 0, demonstration rewards 1: where a network of zeros learns, the batch had demonstrations."""
@@ -178,7 +183,7 @@ def test_batches_come_from_the_demonstrations_with_the_given_probability(ratio):
 
     optimizer = optax.sgd(0.0)
     params = jnp.zeros(())
-    state = aquadqn.AgentState(params, jnp.zeros(()), optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(0))
+    state = new_agent(params, optimizer)
     update, losses = aquadqn.make_agent_update(Zero, optimizer, args), []
     for _ in range(60):
         state, metrics = update(state, replay, demos)
@@ -190,8 +195,7 @@ def test_the_target_network_is_copied_every_period():
     args = Args(target_update_period=5, batch_size=4, learning_rate=0.1)
     network, optimizer = aquadqn.QNetwork(10), optax.sgd(0.1)
     params = network.init(jax.random.PRNGKey(0), jnp.zeros(1))
-    copy = jax.tree.map(jnp.copy, params)
-    state = aquadqn.AgentState(params, copy, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(0))
+    state = new_agent(params, optimizer)
     replay = Replay(jnp.asarray(numbered_rows(0, 8)), jnp.asarray(8))
     state, _ = aquadqn.make_agent_update(network, optimizer, args)(state, replay, replay)
     assert state.updates == aquadqn.UPDATE_BLOCK == 8  # the last copy was made after update 5
@@ -270,15 +274,81 @@ def test_elu_equals_flax():
 
 def test_candidate_training_finds_both_modes_of_two_mode_data():
     """Actions +1 or -1 in every state: the mean is 0, but two candidates have to find the two modes."""
-    args = Args(num_actions=2, temperature=0.01, input_dropout=0.0, hidden_dropout=0.0, batch_size=64)
+    args = Args(num_actions=2, temperature=0.01, temperature_start=0.01, batch_size=64)
     observations = RNG.normal(size=(256, 3)).astype(np.float32)
     actions = np.where(RNG.random((256, 1)) < 0.5, 1.0, -1.0).astype(np.float32)
     network, optimizer = CandidateNetwork(2, 1), optax.adam(1e-3)
     params = network.init(jax.random.PRNGKey(0), observations)
-    state = aquadqn.CandidateState(params, optimizer.init(params), jax.random.PRNGKey(1))
+    state = aquadqn.CandidateState(params, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(1))
     state, _ = aquadqn.make_candidate_update(network, optimizer, args)(state, observations, actions, 400)
     candidates = np.sort(np.asarray(network.apply(state.params, observations))[..., 0], axis=1)
     assert_allclose(candidates.mean(0), [-1, 1], atol=0.05)
+
+
+# --------------------------------------------------------------------------------------- annealing and averaging
+
+
+def test_the_temperature_falls_geometrically_in_the_first_half_and_then_stays():
+    at = [float(aquadqn.annealed_temperature(jnp.asarray(step), 1.0, 0.01, 1000)) for step in (0, 250, 500, 501, 999)]
+    assert_allclose(at, [1.0, 0.1, 0.01, 0.01, 0.01], rtol=1e-5)
+    assert aquadqn.annealed_temperature(jnp.asarray(3), 0.01, 0.01, 1000) == 0.01  # the paper's constant, not an array
+
+
+def test_the_temperature_starts_at_a_quarter_of_the_actions_variance_unless_told():
+    actions = np.array([[0.0, 1.0], [2.0, 5.0]], np.float32)  # variances 1 and 4
+    assert_allclose(aquadqn.start_temperature(Args(), actions), 0.25 * 5)
+    assert aquadqn.start_temperature(Args(temperature_start=0.3), actions) == 0.3
+    assert aquadqn.start_temperature(Args(temperature=7.0), actions) == 7.0  # never below its end
+
+
+def train_two_candidates(**changes) -> np.ndarray:
+    """Two candidates on actions of -1 and 1; the second begins so far away that the first is always the nearer one."""
+    args = Args(num_actions=2, temperature=0.001, batch_size=64, candidate_steps=600, **changes)
+    observations = np.random.default_rng(0).normal(size=(256, 3)).astype(np.float32)
+    actions = np.where(np.arange(256)[:, None] % 2, 1.0, -1.0).astype(np.float32)
+    network, optimizer = CandidateNetwork(2, 1), optax.adam(1e-2)
+    params = network.init(jax.random.PRNGKey(0), observations)
+    params["params"]["head_1_bias"] = jnp.array([[0.0], [4.0]])
+    state = aquadqn.CandidateState(params, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(1))
+    state, _ = aquadqn.make_candidate_update(network, optimizer, args)(state, observations, actions, 600)
+    return np.asarray(network.apply(state.params, observations))[..., 0].mean(0)
+
+
+def test_annealing_revives_a_candidate_that_a_constant_temperature_leaves_dead():
+    constant, annealed = train_two_candidates(temperature_start=0.001), train_two_candidates(temperature_start=10.0)
+    assert constant[1] > 2 and abs(constant[0]) < 0.3  # the first clones the mean, the second never moves
+    assert_allclose(np.sort(annealed), [-1, 1], atol=0.1)
+
+
+def test_held_out_episodes_are_the_last_ones():
+    ends = np.array([0, 1, 0, 0, 1, 1], bool)
+    demos = aquadqn.Demonstrations(*[np.zeros((6, 1))] * 5, ends)
+    assert [aquadqn.learned_from(Args(held_out_episodes=n), demos) for n in (0, 1, 2)] == [6, 5, 2]
+    with pytest.raises(aquadqn.UserError, match="--held-out-episodes"):
+        aquadqn.learned_from(Args(held_out_episodes=3), demos)
+
+
+def test_the_average_against_a_hand_computation():
+    average = {"w": jnp.array([1.0, 2.0])}
+    for value in (3.0, 5.0):
+        average = aquadqn.averaged(average, {"w": jnp.full(2, value)}, 0.9)
+    assert_allclose(average["w"], [0.9 * (0.9 * 1 + 0.3) + 0.5, 0.9 * (0.9 * 2 + 0.3) + 0.5], rtol=1e-6)
+
+
+def test_an_update_averages_the_network_after_every_step_and_evaluation_uses_the_average():
+    network, optimizer = aquadqn.QNetwork(10), optax.sgd(0.1)
+    params = network.init(jax.random.PRNGKey(0), jnp.zeros(1))
+    replay = Replay(jnp.asarray(numbered_rows(0, 8)), jnp.asarray(8))
+    args = Args(batch_size=4, ema_decay=0.5)
+    moving = aquadqn.make_agent_update(network, optimizer, args)(new_agent(params, optimizer), replay, replay)[0]
+    params = network.init(jax.random.PRNGKey(0), jnp.zeros(1))
+    off = new_agent(params, optimizer)._replace(average_params=None)
+    still = aquadqn.make_agent_update(network, optimizer, Args(batch_size=4, ema_decay=0.0))(off, replay, replay)[0]
+    assert aquadqn.evaluated_params(still) is still.params
+    assert aquadqn.evaluated_params(moving) is moving.average_params
+    bias = [p["params"]["Dense_3"]["bias"] for p in (moving.params, still.params, moving.average_params)]
+    assert_array_equal(bias[0], bias[1])  # averaging changes nothing in what is learned
+    assert 0 < np.abs(bias[2] - bias[0]).max() < np.abs(bias[0]).max()
 
 
 # ------------------------------------------------------------------------------------------- policy, evaluation

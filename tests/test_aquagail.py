@@ -263,8 +263,9 @@ def test_q_values_become_the_rewards_of_the_current_discriminator():
     features = aquagail.make_discriminator_features(args, reference.mean, reference.deviation)
     learn = aquagail.make_imitation_update(q_network, optimizer, reference, args)
     params = jax.jit(q_network.init)(jax.random.PRNGKey(0), jnp.zeros(3))
+    average, target = (jax.tree.map(jnp.copy, params) for _ in range(2))
     agent = aquagail.AgentState(
-        params, jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.PRNGKey(1)
+        params, average, target, optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.PRNGKey(1)
     )
     for seed in (0, 1):
         discriminator = new_discriminator(args, 3, 2, seed)

@@ -294,7 +294,7 @@ def test_the_update_is_munchausen_dqn_on_the_replay_alone():
     replay = aquaplay.Replay(jnp.asarray(rows), jnp.asarray(20))
     params = network.init(jax.random.PRNGKey(0), jnp.zeros(2))
     key = jax.random.PRNGKey(1)
-    copies = [jax.tree.map(jnp.copy, params) for _ in range(2)]
+    copies = [jax.tree.map(jnp.copy, params) for _ in range(3)]
     state = aquaplay.AgentState(*copies, optimizer.init(params), jnp.zeros((), jnp.int32), jnp.copy(key))
     ours, _ = aquaplay.make_munchausen_update(network, optimizer, args)(state, replay)
 
