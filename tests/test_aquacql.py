@@ -394,7 +394,7 @@ def test_candidate_training_resumes_to_the_same_parameters(here, monkeypatch):
             pass
 
     monkeypatch.setattr(aquacql, "GRADIENT_BLOCK", 2)  # a checkpoint every 40 steps
-    args = Args(num_actions=3, candidate_steps=50, batch_size=16, num_seeds=2, quiet=True)
+    args = Args(num_actions=3, candidate_steps=98, temperature_start=1.0, batch_size=16, num_seeds=2, quiet=True)
     network, data = aquacql.CandidateNetwork(3, 2, (8,), ()), random_data()
     for folder, last in (("whole", 99), ("broken", 44)):
         (here / folder).mkdir()

@@ -213,7 +213,9 @@ def test_candidate_training_resumes_to_the_same_parameters(datasets, tmp_path, m
         def flush(self) -> None:
             pass
 
-    args = Args(env_id=ENV, dataset_id=DATASET, num_actions=3, candidate_steps=1200, batch_size=16, quiet=True)
+    """Broken off where the temperature has not reached its end yet."""
+    args = Args(env_id=ENV, dataset_id=DATASET, num_actions=3, candidate_steps=2400, batch_size=16, quiet=True)
+    args.temperature_start = 1.0
     env = aquadqn.make_env(ENV, None)
     demos = aquadqn.load_demonstrations(DATASET, env)
     network = aquadqn.make_candidate_network(args, 2)
