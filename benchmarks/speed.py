@@ -8,6 +8,7 @@ measured GEMM peak (our aim: 0.75) beside what its matrix products reach alone, 
 replay (our limit: 2 percent), and the peak memory. Fails if anything is compiled after warm-up.
 """
 
+import contextlib
 import functools
 import resource
 import sys
@@ -27,7 +28,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import aquadqn
-from aquadqn import UPDATE_BLOCK, Replay
+from aquadqn import STEPS_PER_CALL, Replay, Transition
 
 
 @dataclass
@@ -61,7 +62,7 @@ def square_products() -> list[tuple[Callable[[], jax.Array], float]]:
 
 
 def make_products_alone(obs_dim: int, num_actions: int, batch_size: int) -> Callable[[], jax.Array]:
-    """The matrix products of UPDATE_BLOCK updates and nothing else: what an update could be at best with these shapes.
+    """The matrix products of STEPS_PER_CALL updates alone: what an update could be at best with these shapes.
 
     The target network reads s and s' at once; the online network reads s and is differentiated."""
     layers = [obs_dim, 512, 512, 256, num_actions]
@@ -82,13 +83,13 @@ def make_products_alone(obs_dim: int, num_actions: int, batch_size: int) -> Call
                 gradient = gradient @ weight.T if x is not inputs[0] else gradient
             return total * 1e-9, None
 
-        return jax.lax.scan(step, jnp.zeros(()), None, length=UPDATE_BLOCK)[0]
+        return jax.lax.scan(step, jnp.zeros(()), None, length=STEPS_PER_CALL)[0]
 
     return lambda: products(weights)
 
 
 def make_adam_alone(params: object, learning_rate: float) -> Callable[[], object]:
-    """Adam's step for the Q-network and nothing else, UPDATE_BLOCK times."""
+    """Adam's step for the Q-network and nothing else, STEPS_PER_CALL times."""
     optimizer = optax.adam(learning_rate)
 
     def steps(params: object, state: object, gradient: object) -> tuple[object, object]:
@@ -96,7 +97,7 @@ def make_adam_alone(params: object, learning_rate: float) -> Callable[[], object
             updates, state = optimizer.update(gradient, carry[1])
             return (optax.apply_updates(carry[0], updates), state), None
 
-        return jax.lax.scan(step, (params, state), None, length=UPDATE_BLOCK)[0]
+        return jax.lax.scan(step, (params, state), None, length=STEPS_PER_CALL)[0]
 
     steps = jax.jit(steps, donate_argnums=(0, 1))
     kept = [jax.tree.map(jnp.copy, params), optimizer.init(params)]
@@ -117,7 +118,7 @@ class Measured(NamedTuple):
 def against_the_peak(
     calls: dict[str, Callable[[], object]], gflop: float, rounds: int = 40
 ) -> tuple[float, dict[str, Measured]]:
-    """The GEMM peak in GFLOP/s, and how near to it calls come that each do UPDATE_BLOCK times `gflop` of products.
+    """The GEMM peak in GFLOP/s, and how near to it calls come that each do STEPS_PER_CALL times `gflop` of products.
 
     All are medians over rounds, each of which measures the peak and the calls side by side: the speed of a machine
     wanders, and a ratio of numbers taken a minute apart would wander with it."""
@@ -127,7 +128,7 @@ def against_the_peak(
     for _ in range(rounds):
         peaks.append(max(size / min(seconds(call) for _ in range(3)) for call, size in squares))
         for name, call in calls.items():
-            times[name].append(seconds(call) / UPDATE_BLOCK)
+            times[name].append(seconds(call) / STEPS_PER_CALL)
     measured = {}
     for name, taken in times.items():
         speeds = gflop / np.array(taken)
@@ -165,13 +166,14 @@ def update_gflop(args: aquadqn.Args, obs_dim: int) -> float:
     return 1e-9 * (5 * forward - 2 * args.batch_size * layers[0] * layers[1])  # no gradient for the observations
 
 
-def random_rows(count: int, obs_dim: int, num_actions: int) -> np.ndarray:
+def random_replay(count: int, obs_dim: int, num_actions: int) -> Replay:
+    """Episodes of 200 steps that end by truncation."""
     rng = np.random.default_rng(0)
-    rows = rng.normal(size=(count, 2 * obs_dim + 4)).astype(np.float32)
-    rows[:, -4] = rng.integers(num_actions, size=count)
-    rows[:, -3] = 0
-    rows[:, -2:] = (np.arange(count) % 200 == 199)[:, None] * [0, 1]
-    return rows
+    observations = rng.normal(size=(2, count, obs_dim))
+    indices = rng.integers(num_actions, size=count)
+    ends = np.arange(count) % 200 == 199
+    steps = aquadqn.typed(Transition(*observations, indices, np.zeros(count), np.zeros(count), ends))
+    return Replay(jax.tree.map(jnp.asarray, steps), jnp.asarray(count))
 
 
 class LoopLog:
@@ -183,6 +185,9 @@ class LoopLog:
 
     def count(self, event: str, *_: object, **__: object) -> None:
         self.compilations += event == "/jax/core/compile/backend_compile_duration"
+
+    def flush(self) -> None:
+        pass
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         if tag == "charts/SPS":
@@ -216,8 +221,8 @@ def main() -> None:
     q_network, network = aquadqn.QNetwork(args.num_actions), aquadqn.make_candidate_network(args, action_dim)
     q_params = q_network.init(jax.random.PRNGKey(0), jnp.zeros(obs_dim))
     params = network.init(jax.random.PRNGKey(1), jnp.zeros(obs_dim))
-    demos = Replay(jnp.asarray(random_rows(6729, obs_dim, args.num_actions)), jnp.asarray(6729))
-    replay = Replay(jnp.asarray(random_rows(200_000, obs_dim, args.num_actions)), jnp.asarray(200_000))
+    demos = random_replay(6729, obs_dim, args.num_actions)
+    replay = random_replay(200_000, obs_dim, args.num_actions)
 
     policy = aquadqn.make_policy(q_network, network, env.action_space)
     key, observation = jax.random.PRNGKey(2), np.zeros(obs_dim, np.float32)
@@ -225,21 +230,22 @@ def main() -> None:
     average, target = (jax.tree.map(jnp.copy, q_params) for _ in range(2))
     agent = aquadqn.AgentState(q_params, average, target, optimizer.init(q_params), jnp.zeros((), jnp.int32), key)
     saved = jax.tree.map(np.asarray, agent)  # the updates below give the buffers away
-    learn, kept = aquadqn.make_agent_update(q_network, optimizer, args), [jax.tree.map(jnp.asarray, saved)]
+    learn, kept = aquadqn.make_update(q_network, optimizer, args), [jax.tree.map(jnp.asarray, saved)]
 
     def update() -> jax.Array:
         kept[0], metrics = learn(kept[0], replay, demos)
         return metrics
 
     def act(observation: np.ndarray) -> np.ndarray:
-        return np.asarray(policy(q_params, params, observation, key, epsilon=0.1)[0])
+        action, _ = jax.device_get(policy(q_params, params, observation, key, epsilon=0.1)[:2])
+        return action
 
-    actions_taken = record_actions(env, lambda observation: act(observation)[:-1])
+    actions_taken = record_actions(env, act)
 
     def parts() -> np.ndarray:
         """Milliseconds of an environment step, a policy call and an update."""
         policy_ms = milliseconds(lambda: act(observation), 300)
-        return np.array([env_step(env, actions_taken), policy_ms, milliseconds(update, 20, UPDATE_BLOCK)])
+        return np.array([env_step(env, actions_taken), policy_ms, milliseconds(update, 20, STEPS_PER_CALL)])
 
     gflop = update_gflop(args, obs_dim)
     products = make_products_alone(obs_dim, args.num_actions, args.batch_size)
@@ -250,7 +256,7 @@ def main() -> None:
     candidate_update = aquadqn.make_candidate_update(network, candidate_optimizer, args)
     start = jax.tree.map(jnp.copy, params)
     candidate = [aquadqn.CandidateState(start, candidate_optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(3))]
-    observations, actions = demos.rows[:, :obs_dim], jnp.zeros((6729, action_dim))
+    observations, actions = demos.transitions.observation, jnp.zeros((6729, action_dim))
 
     def candidate_steps() -> jax.Array:
         candidate[0], loss = candidate_update(candidate[0], observations, actions, 50)
@@ -259,8 +265,10 @@ def main() -> None:
     candidate_ms = milliseconds(candidate_steps, 8, 50)
 
     log, parts_before = LoopLog(), parts()
-    with tempfile.TemporaryDirectory() as folder:
-        aquadqn.train_agent(args, Path(folder), env, network, params, demos, log, [])
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        run = aquadqn.Run(args, None)
+        run.log = log
+        aquadqn.train_agent(args, run, env, network, params, demos)
     loop_ms = 1e3 / float(np.median(log.speeds[1:]))
     assert log.compiled_at[1] == log.compiled_at[-1], "something was compiled after the warm-up"
     env_ms, policy_ms, update_ms = (

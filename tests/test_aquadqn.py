@@ -12,7 +12,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import aquadqn
-from aquadqn import Args, CandidateNetwork, Replay
+from aquadqn import Args, CandidateNetwork, Replay, Transition
 
 RNG = np.random.default_rng(0)
 
@@ -128,20 +128,26 @@ def test_n_step_returns_against_a_loop_over_every_pattern_of_ends(n):
 # ------------------------------------------------------------------------------------------------------ replay
 
 
-def numbered_rows(first: int, last: int, episode: int = 4, terminate: bool = False) -> np.ndarray:
+def numbered_steps(first: int, last: int, episode: int = 4, terminate: bool = False) -> Transition:
     """Step t has observation t, next observation t + 0.5, index t % 10, reward t; every `episode`-th step ends one."""
     steps = np.arange(first, last)
     ends = steps % episode == episode - 1
-    return aquadqn.pack_rows(steps[:, None], steps[:, None] + 0.5, steps % 10, steps, ends & terminate, ends)
+    transitions = Transition(steps[:, None], steps[:, None] + 0.5, steps % 10, steps, ends & terminate, ends)
+    return aquadqn.typed(transitions)
+
+
+def eight_steps(**changes) -> Replay:
+    transitions = numbered_steps(0, 8)._replace(**changes)
+    return Replay(jax.tree.map(jnp.asarray, transitions), jnp.asarray(8))
 
 
 @pytest.mark.parametrize("terminate", [False, True])
 @pytest.mark.parametrize("total", [5, 16, 22, 40])
 def test_samples_are_n_step_transitions_of_what_is_still_stored(total, terminate):
     capacity, n, gamma = 16, 3, 0.9
-    replay = Replay(jnp.zeros((capacity, 6)), jnp.asarray(0))
+    replay = aquadqn.make_replay(capacity, 1)
     for t in range(total):
-        replay = aquadqn.store(replay, numbered_rows(t, t + 1, terminate=terminate))
+        replay = aquadqn.store(replay, numbered_steps(t, t + 1, terminate=terminate))
     batch = aquadqn.sample(replay, jax.random.PRNGKey(0), 2000, n, gamma)
     firsts = np.asarray(batch.observations)[:, 0].astype(int)
     assert set(firsts) == set(range(max(0, total - capacity), total))
@@ -155,12 +161,13 @@ def test_samples_are_n_step_transitions_of_what_is_still_stored(total, terminate
 
 
 def test_storing_a_block_that_wraps_around_equals_storing_row_by_row():
-    one = many = Replay(jnp.zeros((10, 6)), jnp.asarray(0))
+    one = many = aquadqn.make_replay(10, 1)
     for start in range(0, 24, 8):
-        many = aquadqn.store(many, numbered_rows(start, start + 8))
+        many = aquadqn.store(many, numbered_steps(start, start + 8))
     for t in range(24):
-        one = aquadqn.store(one, numbered_rows(t, t + 1))
-    assert_array_equal(one.rows, many.rows)
+        one = aquadqn.store(one, numbered_steps(t, t + 1))
+    for ours, theirs in zip(one.transitions, many.transitions):
+        assert_array_equal(ours, theirs)
     assert one.count == many.count == 24
 
 
@@ -169,14 +176,21 @@ def new_agent(params, optimizer) -> aquadqn.AgentState:
     return aquadqn.AgentState(params, average, target, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(0))
 
 
+def test_a_transition_survives_its_way_to_the_disk_and_back():
+    steps = numbered_steps(5, 9, terminate=True)
+    rows = np.stack([aquadqn.pack(Transition(*step)) for step in zip(*steps)])
+    assert rows.dtype == np.float32 and rows.shape == (4, 6)
+    for ours, theirs in zip(aquadqn.unpack(rows, aquadqn.make_replay(10, 1).transitions), steps, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
 def test_batches_come_from_the_demonstrations_with_the_given_probability(ratio):
     """Replay rewards are 0, demonstration rewards 1: where a network of zeros learns, the batch had demonstrations."""
     args = Args(demo_ratio=ratio, batch_size=4, n_step=1, q_loss="dqn", gamma=0.0)
-    rows = numbered_rows(0, 8)
-    rows[:, -3] = 0.0
-    replay = Replay(jnp.asarray(rows), jnp.asarray(8))
-    demos = Replay(jnp.asarray(rows).at[:, -3].set(1.0), jnp.asarray(8))
+    replay = eight_steps(reward=np.zeros(8, np.float32))
+    demos = eight_steps(reward=np.ones(8, np.float32))
 
     class Zero:
         apply = staticmethod(lambda params, x: jnp.zeros((len(x), 10)) + 0.0 * params)
@@ -184,10 +198,10 @@ def test_batches_come_from_the_demonstrations_with_the_given_probability(ratio):
     optimizer = optax.sgd(0.0)
     params = jnp.zeros(())
     state = new_agent(params, optimizer)
-    update, losses = aquadqn.make_agent_update(Zero, optimizer, args), []
+    update, losses = aquadqn.make_update(Zero, optimizer, args), []
     for _ in range(60):
         state, metrics = update(state, replay, demos)
-        losses.append(float(metrics[0]) / 0.5)  # Huber loss of an error of 1
+        losses.append(float(metrics["losses/q_loss"]) / 0.5)  # Huber loss of an error of 1
     assert_allclose(np.mean(losses), ratio, atol=0.08)
 
 
@@ -196,9 +210,9 @@ def test_the_target_network_is_copied_every_period():
     network, optimizer = aquadqn.QNetwork(10), optax.sgd(0.1)
     params = network.init(jax.random.PRNGKey(0), jnp.zeros(1))
     state = new_agent(params, optimizer)
-    replay = Replay(jnp.asarray(numbered_rows(0, 8)), jnp.asarray(8))
-    state, _ = aquadqn.make_agent_update(network, optimizer, args)(state, replay, replay)
-    assert state.updates == aquadqn.UPDATE_BLOCK == 8  # the last copy was made after update 5
+    replay = eight_steps()
+    state, _ = aquadqn.make_update(network, optimizer, args)(state, replay, replay)
+    assert state.updates == aquadqn.STEPS_PER_CALL == 8  # the last copy was made after update 5
     online, target = (p["params"]["Dense_3"]["bias"] for p in (state.params, state.target_params))
     initial = network.init(jax.random.PRNGKey(0), jnp.zeros(1))["params"]["Dense_3"]["bias"]
     assert np.abs(online - target).max() > 0 and np.abs(target - initial).max() > 0
@@ -338,12 +352,12 @@ def test_the_average_against_a_hand_computation():
 def test_an_update_averages_the_network_after_every_step_and_evaluation_uses_the_average():
     network, optimizer = aquadqn.QNetwork(10), optax.sgd(0.1)
     params = network.init(jax.random.PRNGKey(0), jnp.zeros(1))
-    replay = Replay(jnp.asarray(numbered_rows(0, 8)), jnp.asarray(8))
+    replay = eight_steps()
     args = Args(batch_size=4, ema_decay=0.5)
-    moving = aquadqn.make_agent_update(network, optimizer, args)(new_agent(params, optimizer), replay, replay)[0]
+    moving = aquadqn.make_update(network, optimizer, args)(new_agent(params, optimizer), replay, replay)[0]
     params = network.init(jax.random.PRNGKey(0), jnp.zeros(1))
     off = new_agent(params, optimizer)._replace(average_params=None)
-    still = aquadqn.make_agent_update(network, optimizer, Args(batch_size=4, ema_decay=0.0))(off, replay, replay)[0]
+    still = aquadqn.make_update(network, optimizer, Args(batch_size=4, ema_decay=0.0))(off, replay, replay)[0]
     assert aquadqn.evaluated_params(still) is still.params
     assert aquadqn.evaluated_params(moving) is moving.average_params
     bias = [p["params"]["Dense_3"]["bias"] for p in (moving.params, still.params, moving.average_params)]
@@ -369,12 +383,14 @@ def test_policy_is_greedy_clipped_and_explores_with_probability_epsilon():
     candidates = Table([[0.1, 0.2], [0.5, 3.0], [-0.3, -0.4]])
     policy = aquadqn.make_policy(Table([0.0, 2.0, 1.0]), candidates, box)
     observations = jnp.zeros((20000, 4))
-    packed, key = policy(None, None, observations, jax.random.PRNGKey(0), epsilon=0.0)
-    assert_allclose(packed, np.tile([0.5, 1.0, 1.0], (20000, 1)))
-    single, _ = policy(None, None, observations[0], jax.random.PRNGKey(0), epsilon=0.0)
-    assert_allclose(single, [0.5, 1.0, 1.0])
-    packed, _ = policy(None, None, observations, key, epsilon=0.3)
-    shares = np.bincount(np.asarray(packed)[:, -1].astype(int), minlength=3) / 20000
+    actions, indices, key = policy(None, None, observations, jax.random.PRNGKey(0), epsilon=0.0)
+    assert_allclose(actions, np.tile([0.5, 1.0], (20000, 1)))
+    assert_array_equal(indices, np.ones(20000))
+    action, index, _ = policy(None, None, observations[0], jax.random.PRNGKey(0), epsilon=0.0)
+    assert_allclose(action, [0.5, 1.0])
+    assert index == 1
+    _, indices, _ = policy(None, None, observations, key, epsilon=0.3)
+    shares = np.bincount(indices, minlength=3) / 20000
     assert_allclose(shares, [0.1, 0.8, 0.1], atol=0.015)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import h5py
+import jax
 import minari
 import numpy as np
 import pytest
@@ -199,36 +200,88 @@ def test_a_signal_saves_and_says_how_to_resume(finished, tmp_path, stage):
 
 
 def test_candidate_training_resumes_to_the_same_parameters(datasets, tmp_path, monkeypatch):
+    """Broken off where the temperature has not reached its end yet."""
+
     class Stop(Exception):
         pass
 
-    class Log:
-        def __init__(self, last: int):
-            self.last = last
-
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            if step > self.last:
+    class BreaksOff(aquadqn.Run):
+        def log_candidates(self, step: int, loss, temperature) -> None:
+            if step > 1100:
                 raise Stop
 
-        def flush(self) -> None:
-            pass
-
-    """Broken off where the temperature has not reached its end yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(aquadqn, "CANDIDATE_STEPS_PER_CALL", 50)  # a checkpoint every 1000 steps
     args = Args(env_id=ENV, dataset_id=DATASET, num_actions=3, candidate_steps=2400, batch_size=16, quiet=True)
     args.temperature_start = 1.0
-    env = aquadqn.make_env(ENV, None)
-    demos = aquadqn.load_demonstrations(DATASET, env)
+    demos = aquadqn.load_demonstrations(DATASET, aquadqn.make_env(ENV, None))
     network = aquadqn.make_candidate_network(args, 2)
-    monkeypatch.setattr(aquadqn, "CANDIDATE_BLOCK", 50)  # a checkpoint every 1000 steps
-    for folder, last in (("whole", 9999), ("broken", 1100)):
-        (tmp_path / folder).mkdir()
-        try:
-            aquadqn.train_candidates(args, tmp_path / folder, network, demos, Log(last), [])
-        except Stop:
-            assert (tmp_path / folder / "candidates_training.npz").exists()
-            aquadqn.train_candidates(args, tmp_path / folder, network, demos, Log(9999), [])
-    for whole, broken in zip(*(arrays(tmp_path / folder / "candidates.npz") for folder in ("whole", "broken"))):
-        assert_array_equal(whole, broken)
+    whole = aquadqn.train_candidates(args, aquadqn.Run(args, None), network, demos)
+    args.exp_name = "broken"
+    broken = BreaksOff(args, None)
+    with pytest.raises(Stop):
+        aquadqn.train_candidates(args, broken, network, demos)
+    assert json.loads(np.load(broken.folder / "candidates_training.npz")["meta"].tobytes())["step"] == 1000
+    broken.lock.close()
+    args.resume = str(broken.folder)
+    resumed = aquadqn.train_candidates(args, aquadqn.Run(args, None), network, demos)
+    for ours, theirs in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
+        assert_array_equal(ours, theirs)
+
+
+def test_two_processes_cannot_write_to_one_folder(finished, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); input()"]
+        + [str(run / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    holder.stdout.readline()
+    with pytest.raises(SystemExit) as stopped:
+        resume_here(run, monkeypatch)
+    assert stopped.value.code == 2 and f"{run} is in use by another process" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    holder.kill()  # the lock dies with its process
+    holder.wait()
+    resume_here(run, monkeypatch)
+
+
+class Breaks(tiny_env.Reach):
+    """Reach whose numbers become NaN at its 300th step."""
+
+    steps = 0
+    broken = "reward"
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        Breaks.steps += 1
+        if Breaks.steps == 300:
+            if self.broken == "reward":
+                reward = np.nan
+            else:
+                observation = observation * np.nan
+        return observation, reward, *rest
+
+
+gym.register("Breaks-v0", entry_point=Breaks, max_episode_steps=21)
+
+
+@pytest.mark.parametrize("quantity", ["reward", "observation"])
+def test_what_is_not_finite_in_the_environment_is_named_and_never_stored(
+    datasets, tmp_path, monkeypatch, capsys, quantity
+):
+    monkeypatch.setattr(Breaks, "broken", quantity)
+    monkeypatch.setattr(Breaks, "steps", 0)
+    settings = dict(env_id="Breaks-v0", candidates="random", reward="env", min_demo_reward=None, checkpoint_every=50)
+    with pytest.raises(UserError, match=f"{quantity} is not finite at step"):
+        train_here(tmp_path, monkeypatch, **settings, total_timesteps=500, eval_every=1000, eval_episodes=1)
+    run = only_run(tmp_path)
+    assert resumed_step(run) > 0 and np.isfinite(np.fromfile(run / "replay.f32", np.float32)).all()
+    resume_here(run, monkeypatch)  # the environment has got better
+    assert (run / "evaluations.csv").read_text().splitlines()[-1].startswith("500,")
 
 
 def test_evaluate_repeats_the_last_evaluation_and_records_a_video(finished):
@@ -457,7 +510,7 @@ def test_where_no_hub_is_reachable_the_bundled_demonstrations_are_used_and_said_
 
     monkeypatch.setattr(minari, "load_dataset", load_dataset)
     args = Args(env_id=f"AdroitHand{task}-v1", reward="sparse")
-    demos, dataset_id, warning = aquadqn.load_default_demonstrations(args, aquadqn.make_env(args.env_id, args.reward))
+    demos, dataset_id, warning = aquadqn.find_demonstrations(args, aquadqn.make_env(args.env_id, args.reward))
     assert dataset_id == f"aquadem/{task.lower()}/agent-v0"
     assert "NOT HUMAN" in warning and f"D4RL/{task.lower()}/human-v2" in warning
     episodes = np.split(demos.rewards, np.flatnonzero(demos.ends) + 1)[:-1]
@@ -498,7 +551,7 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(datasets, tmp_
     args = Args(**settings, total_timesteps=2000, eval_every=2000, eval_episodes=1, learning_starts=50)
     args.checkpoint_every, args.min_demo_reward = 25, 1e38  # its square overflows once Q-values grow
     args.learning_rate = 1e9
-    with pytest.raises(SystemExit, match="Q-loss is"):
+    with pytest.raises(SystemExit, match="not finite at step .*lower --learning-rate"):
         aquadqn.train(args)
     run = only_run(tmp_path)
     assert (run / "state.npz").exists()
