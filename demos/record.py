@@ -60,8 +60,8 @@ def record_episode(env: gym.Env, policy, seed: int, epsilon: float) -> EpisodeBu
     key, observations = jax.random.PRNGKey(seed), [np.asarray(observation, np.float32)]
     actions, rewards, terminations, truncations, successes = [], [], [], [], [False]
     while not (terminations and (terminations[-1] or truncations[-1])):
-        packed, key = policy(observations[-1], key, epsilon)
-        action = np.asarray(packed)[:-1]
+        action, _, key = policy(observations[-1], key, epsilon)
+        action = np.asarray(action)
         observation, reward, terminated, truncated, info = env.step(action)
         observations.append(np.asarray(observation, np.float32))
         for values, value in zip(
@@ -103,8 +103,9 @@ def record_successes(env: gym.Env, policy, options: Options) -> tuple[list[Episo
     buffers, tried, most = [], 0, TRIES_PER_EPISODE * options.episodes
     progress = tqdm(total=options.episodes, unit="episode")
     while len(buffers) < options.episodes:
-        few = f"only {len(buffers)} of {tried} episodes succeeded: train {options.run} for longer"
-        aquadqn.require(tried < most, few)
+        if tried == most:
+            few = f"only {len(buffers)} of {tried} episodes succeeded"
+            raise aquadqn.UserError(f"{few}: train {options.run} for longer")
         buffer = record_episode(env, policy, FIRST_SEED + tried, options.epsilon)
         tried += 1
         if any(buffer.infos["success"]):
@@ -117,13 +118,14 @@ def record_successes(env: gym.Env, policy, options: Options) -> tuple[list[Episo
 def record(options: Options) -> None:
     os.environ["MINARI_DATASETS_PATH"] = str(Path(__file__).parent)
     args = aquadqn.load_args(options.run)
-    with aquadqn.explained(f"{options.dataset_id!r} cannot be recorded"):
+    with aquadqn.as_user_error(f"{options.dataset_id!r} cannot be recorded"):
         exists = Path(get_dataset_path(options.dataset_id)).exists()
-    aquadqn.require(not exists, f"dataset {options.dataset_id!r} exists already: delete it first, or name another")
+    if exists:
+        raise aquadqn.UserError(f"dataset {options.dataset_id!r} exists already: delete it first, or name another")
     env = aquadqn.make_env(args.env_id, "env")
     buffers, tried = record_successes(env, load_policy(options.run, env), options)
     name = options.dataset_id
-    with aquadqn.explained(f"cannot write dataset {name!r}"), sac_baselines.whole_dataset(name):
+    with aquadqn.as_user_error(f"cannot write dataset {name!r}"), sac_baselines.whole_dataset(name):
         dataset = minari.create_dataset_from_buffers(
             name,
             buffers,

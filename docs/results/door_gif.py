@@ -75,12 +75,13 @@ def main() -> None:
         metadata = next(iter(dataset.storage.get_episode_metadata([episode.id])))
         initial_state = metadata["options"]["initial_state_dict"]
         human = play(env, initial_state, lambda _, step, actions=episode.actions: actions[step], len(episode))
-        agent = play(env, initial_state, lambda state, _: np.asarray(policy(state, key, 0.0)[0])[:-1], AGENT_STEPS)
+        agent = play(env, initial_state, lambda state, _: np.asarray(policy(state, key, 0.0)[0]), AGENT_STEPS)
         print(f"demonstration {episode.id}: human {human.success}, agent {agent.success}")
         if human.success and agent.success and not written:
             write_gif(options.out, human.pictures, agent.pictures)
             written = True
-    aquadqn.require(written, "no demonstration from whose initial state the agent succeeds too: nothing was drawn")
+    if not written:
+        raise aquadqn.UserError("no demonstration from whose initial state the agent succeeds too: nothing was drawn")
 
 
 if __name__ == "__main__":
