@@ -6,12 +6,12 @@
 
 Median over seeds with the interquartile range, one panel per task, one line per algorithm, the human score as a band
 where the runs know it. Reads run folders (their evaluations.csv, else their TensorBoard events) and CSV files named as
-in docs/results: {env_id}__{exp_name}__{seed}.csv. BC and MDN take no environment steps: in a panel with algorithms that
-do, their last score is a horizontal line, as in the paper. The metric candidate-loss is equation 1 while the candidates
-are trained; of a run folder only TensorBoard's events have it.
+in docs/results/curves: {env_id}__{exp_name}__{seed}.csv. BC and MDN take no environment steps: in a panel with
+algorithms that do, their last score is a horizontal line, as in the paper. The metric candidate-loss is equation 1
+while the candidates are trained; of a run folder only TensorBoard's events have it.
 
     python plot.py runs/* --metric success --out success.png
-    python plot.py docs/results/AdroitHandDoor-v1__*.csv --human-success 0.32 --out door.svg
+    python plot.py docs/results/curves/AdroitHandDoor-v1__*.csv --human-success 0.32 --out door.svg
     python plot.py runs/*gail* --metric wasserstein --title "Imitation on Door"
 """
 
@@ -47,7 +47,7 @@ OFFLINE = {*WITHOUT_ENVIRONMENT_STEPS, "aquacql"}
 @dataclasses.dataclass
 class Args:
     paths: Annotated[list[Path], tyro.conf.Positional]
-    """run folders, or CSV files named as in docs/results"""
+    """run folders, or CSV files named as in docs/results/curves"""
     metric: Literal["success", "return", "wasserstein", "normalized", "candidate-loss"] = "success"
     """what is drawn against the steps"""
     out: Path = Path("curves.png")
@@ -173,7 +173,7 @@ def main() -> None:
     try:
         curves = [curve for path in args.paths if (curve := read_curve(path, METRICS[args.metric]))]
     except (ValueError, KeyError, TypeError) as error:
-        sys.exit(fail(f"a CSV file is not one of ours ({error}): give run folders or files like those of docs/results"))
+        sys.exit(fail(f"a CSV file is not one of ours ({error}): give run folders or files as in docs/results/curves"))
     if not curves:
         sys.exit(fail(f"none of the {len(args.paths)} paths is a run with {args.metric}: see python plot.py --help"))
     figure = draw(curves, args.metric, args.title, args.human_success)
