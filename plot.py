@@ -37,9 +37,32 @@ HUMAN = [f"human_wasserstein_{name}" for name in ("q25", "median", "q75")]
 # Okabe and Ito's palette, told apart by every kind of colour vision. The same algorithm always has the same colour and
 # dash; dashed lines begin where the colours are used up.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999", "#000000"]
-ALGORITHMS = "aquadqn sac sacfd bc mdn aquagail gail kmeans random aquaplay aquacql bb2 bb3 bb5 sbx bc10".split()
-ALGORITHMS += "aquadqn_nodropout aquadqn_bundled aquagail_action aquagail_next".split()  # variants in docs/RESULTS.md
-ALGORITHMS += [f"aquadqn_k{k}_t0.001" for k in (10, 15, 20)]
+# What the legend calls a run with this exp_name; others are called by their exp_name.
+LEGEND = {
+    "aquadqn": "AQuaDQN",
+    "sac": "SAC",
+    "sacfd": "SACfD",
+    "bc": "BC",
+    "mdn": "MDN",
+    "aquagail": "AQuaGAIL",
+    "gail": "GAIL",
+    "kmeans": "K-means",
+    "random": "untrained candidates",
+    "aquaplay": "AQuaPlay",
+    "aquacql": "AQuaCQL",
+    "bb2": "BB-2",
+    "bb3": "BB-3",
+    "bb5": "BB-5",
+    "sbx": "SBX",
+    "bc10": "10-percent BC",
+    "aquadqn_nodropout": "AQuaDQN without dropout",
+    "aquadqn_bundled": "AQuaDQN, bundled demonstrations",
+    "aquagail_action": "AQuaGAIL, state-action",
+    "aquagail_next": "AQuaGAIL, state-next-state",
+    "aquadqn_k10_t0.001": "AQuaDQN, K = 10",
+    "aquadqn_k15_t0.001": "AQuaDQN, K = 15",
+    "aquadqn_k20_t0.001": "AQuaDQN, K = 20",
+}
 WITHOUT_ENVIRONMENT_STEPS = ("bc", "bc10", "mdn")  # drawn as horizontal lines beside other algorithms
 OFFLINE = {*WITHOUT_ENVIRONMENT_STEPS, "aquacql"}
 
@@ -115,7 +138,7 @@ def quartiles(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def style(algorithm: str, seen: list[str]) -> dict[str, str]:
-    known = ALGORITHMS + [name for name in seen if name not in ALGORITHMS]
+    known = [*LEGEND, *(name for name in seen if name not in LEGEND)]
     cycle, index = divmod(known.index(algorithm), len(PALETTE))
     return {"color": PALETTE[index], "linestyle": ("-", "--", ":", "-.")[cycle % 4]}
 
@@ -140,7 +163,8 @@ def draw_panel(axis: Axes, curves: list[Curve], algorithms: list[str], metric: s
         if with_steps and name not in with_steps:
             steps, marker = np.array([0, last]), ""
             low, median, high = (np.repeat(values[-1], 2) for values in (low, median, high))
-        look, label = style(name, algorithms), f"{name} ({len(same)} seed{'s' * (len(same) > 1)})"
+        look = style(name, algorithms)
+        label = f"{LEGEND.get(name, name)} ({len(same)} seed{'s' * (len(same) > 1)})"
         axis.plot(steps, median, marker=marker, ms=3, label=label, **look)
         axis.fill_between(steps, low, high, color=look["color"], alpha=0.2, lw=0)
     in_gradient_steps = metric == "candidate-loss" or OFFLINE.issuperset(present)
