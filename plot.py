@@ -6,12 +6,12 @@
 
 Median over seeds with the interquartile range, one panel per task, one line per algorithm, the human score as a band
 where the runs know it. Reads run folders (their evaluations.csv, else their TensorBoard events) and CSV files named as
-in docs/results: {env_id}__{exp_name}__{seed}.csv. BC and MDN take no environment steps: in a panel with algorithms that
-do, their last score is a horizontal line, as in the paper. The metric candidate-loss is equation 1 while the candidates
-are trained; of a run folder only TensorBoard's events have it.
+in docs/results/curves: {env_id}__{exp_name}__{seed}.csv. BC and MDN take no environment steps: in a panel with
+algorithms that do, their last score is a horizontal line, as in the paper. The metric candidate-loss is equation 1
+while the candidates are trained; of a run folder only TensorBoard's events have it.
 
     python plot.py runs/* --metric success --out success.png
-    python plot.py docs/results/AdroitHandDoor-v1__*.csv --human-success 0.32 --out door.svg
+    python plot.py docs/results/curves/AdroitHandDoor-v1__*.csv --human-success 0.32 --out door.svg
     python plot.py runs/*gail* --metric wasserstein --title "Imitation on Door"
 """
 
@@ -37,9 +37,32 @@ HUMAN = [f"human_wasserstein_{name}" for name in ("q25", "median", "q75")]
 # Okabe and Ito's palette, told apart by every kind of colour vision. The same algorithm always has the same colour and
 # dash; dashed lines begin where the colours are used up.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999", "#000000"]
-ALGORITHMS = "aquadqn sac sacfd bc mdn aquagail gail kmeans random aquaplay aquacql bb2 bb3 bb5 sbx bc10".split()
-ALGORITHMS += "aquadqn_nodropout aquadqn_bundled aquagail_action aquagail_next".split()  # variants in docs/RESULTS.md
-ALGORITHMS += [f"aquadqn_k{k}_t0.001" for k in (10, 15, 20)]
+# What the legend calls a run with this exp_name; others are called by their exp_name.
+LEGEND = {
+    "aquadqn": "AQuaDQN",
+    "sac": "SAC",
+    "sacfd": "SACfD",
+    "bc": "BC",
+    "mdn": "MDN",
+    "aquagail": "AQuaGAIL",
+    "gail": "GAIL",
+    "kmeans": "K-means",
+    "random": "untrained candidates",
+    "aquaplay": "AQuaPlay",
+    "aquacql": "AQuaCQL",
+    "bb2": "BB-2",
+    "bb3": "BB-3",
+    "bb5": "BB-5",
+    "sbx": "SBX",
+    "bc10": "10-percent BC",
+    "aquadqn_nodropout": "AQuaDQN without dropout",
+    "aquadqn_bundled": "AQuaDQN, bundled demonstrations",
+    "aquagail_action": "AQuaGAIL, state-action",
+    "aquagail_next": "AQuaGAIL, state-next-state",
+    "aquadqn_k10_t0.001": "AQuaDQN, K = 10",
+    "aquadqn_k15_t0.001": "AQuaDQN, K = 15",
+    "aquadqn_k20_t0.001": "AQuaDQN, K = 20",
+}
 WITHOUT_ENVIRONMENT_STEPS = ("bc", "bc10", "mdn")  # drawn as horizontal lines beside other algorithms
 OFFLINE = {*WITHOUT_ENVIRONMENT_STEPS, "aquacql"}
 
@@ -47,7 +70,7 @@ OFFLINE = {*WITHOUT_ENVIRONMENT_STEPS, "aquacql"}
 @dataclasses.dataclass
 class Args:
     paths: Annotated[list[Path], tyro.conf.Positional]
-    """run folders, or CSV files named as in docs/results"""
+    """run folders, or CSV files named as in docs/results/curves"""
     metric: Literal["success", "return", "wasserstein", "normalized", "candidate-loss"] = "success"
     """what is drawn against the steps"""
     out: Path = Path("curves.png")
@@ -115,7 +138,7 @@ def quartiles(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def style(algorithm: str, seen: list[str]) -> dict[str, str]:
-    known = ALGORITHMS + [name for name in seen if name not in ALGORITHMS]
+    known = [*LEGEND, *(name for name in seen if name not in LEGEND)]
     cycle, index = divmod(known.index(algorithm), len(PALETTE))
     return {"color": PALETTE[index], "linestyle": ("-", "--", ":", "-.")[cycle % 4]}
 
@@ -140,7 +163,8 @@ def draw_panel(axis: Axes, curves: list[Curve], algorithms: list[str], metric: s
         if with_steps and name not in with_steps:
             steps, marker = np.array([0, last]), ""
             low, median, high = (np.repeat(values[-1], 2) for values in (low, median, high))
-        look, label = style(name, algorithms), f"{name} ({len(same)} seed{'s' * (len(same) > 1)})"
+        look = style(name, algorithms)
+        label = f"{LEGEND.get(name, name)} ({len(same)} seed{'s' * (len(same) > 1)})"
         axis.plot(steps, median, marker=marker, ms=3, label=label, **look)
         axis.fill_between(steps, low, high, color=look["color"], alpha=0.2, lw=0)
     in_gradient_steps = metric == "candidate-loss" or OFFLINE.issuperset(present)
@@ -173,7 +197,7 @@ def main() -> None:
     try:
         curves = [curve for path in args.paths if (curve := read_curve(path, METRICS[args.metric]))]
     except (ValueError, KeyError, TypeError) as error:
-        sys.exit(fail(f"a CSV file is not one of ours ({error}): give run folders or files like those of docs/results"))
+        sys.exit(fail(f"a CSV file is not one of ours ({error}): give run folders or files as in docs/results/curves"))
     if not curves:
         sys.exit(fail(f"none of the {len(args.paths)} paths is a run with {args.metric}: see python plot.py --help"))
     figure = draw(curves, args.metric, args.title, args.human_success)

@@ -1,7 +1,7 @@
 """SBX's SAC on the same tasks, seeds, budget and evaluation as `sac_baselines.py sac`, for a comparison of returns.
 
     python -m venv ../sbx && ../sbx/bin/pip install sbx-rl gymnasium[mujoco] mujoco==3.17.0
-    ../sbx/bin/python benchmarks/sbx_sac.py --env-id HalfCheetah-v5 --seed 1 --out docs/results
+    ../sbx/bin/python benchmarks/sbx_sac.py --env-id HalfCheetah-v5 --seed 1 --out docs/results/curves
 
 SBX is no dependency of this project: it runs from a virtual environment of its own, with the same MuJoCo as ours. Its
 hyperparameters are those of the SAC paper, which are its own defaults, except that learning starts after as many random

@@ -75,7 +75,7 @@ def test_evaluations_without_the_metric_are_left_out(tmp_path):
 
 
 def test_an_algorithm_looks_the_same_in_every_figure_and_no_two_look_alike():
-    looks = [tuple(plot.style(name, ["bc"]).values()) for name in plot.ALGORITHMS]
+    looks = [tuple(plot.style(name, ["bc"]).values()) for name in plot.LEGEND]
     assert len(set(looks)) == len(looks)
     assert plot.style("sac", ["mine", "sac"]) == plot.style("sac", ["sac"])
     assert tuple(plot.style("mine", ["mine", "sac"]).values()) not in looks
@@ -88,12 +88,19 @@ def test_panels_lines_and_the_human(tmp_path):
     door, pen = figure.axes
     assert [axis.get_title() for axis in figure.axes] == ["Door", "Pen"]
     lines = {line.get_label(): line.get_data() for line in door.get_lines()}
-    assert set(lines) == {"aquagail (1 seed)", "bc (1 seed)", "demonstrator"}
+    assert set(lines) == {"AQuaGAIL (1 seed)", "BC (1 seed)", "demonstrator"}
     # Five evaluations of BC, the last at distance 1: a horizontal line as long as the agent's.
-    np.testing.assert_array_equal(lines["bc (1 seed)"], [[0, 2000], [1, 1]])
-    np.testing.assert_array_equal(lines["aquagail (1 seed)"], [[0, 1000, 2000], [5, 4, 3]])
+    np.testing.assert_array_equal(lines["BC (1 seed)"], [[0, 2000], [1, 1]])
+    np.testing.assert_array_equal(lines["AQuaGAIL (1 seed)"], [[0, 1000, 2000], [5, 4, 3]])
     assert set(lines["demonstrator"][1]) == {3.5}
     assert pen.get_xlabel() == "environment steps"
+
+
+def test_the_legend_has_the_papers_names_and_a_name_of_yours_as_it_is(tmp_path):
+    runs = [write_run(tmp_path, "Door", name, 1, [0.1, 0.2]) for name in ("sacfd", "mine")]
+    (axis,) = plot.draw([plot.read_curve(run, "success_rate") for run in runs], "success").axes
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["mine (1 seed)", "SACfD (1 seed)"]
+    assert len(set(plot.LEGEND.values())) == len(plot.LEGEND)
 
 
 def test_a_fourth_task_begins_a_second_row(tmp_path):

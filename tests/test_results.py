@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "docs" / "results"))
+sys.path.insert(0, str(ROOT / "docs" / "tools"))
 import make_tables  # noqa: E402
 
 PAGES = [path for path in make_tables.PAGES if path.exists()]
@@ -29,7 +29,7 @@ def sections(page: str) -> list[str]:
 def test_tables_are_what_the_curves_say(path):
     page = path.read_text()
     assert "<!-- table" in page
-    assert make_tables.fill(page) == page, "run python docs/results/make_tables.py"
+    assert make_tables.fill(page) == page, "run python docs/tools/make_tables.py"
 
 
 def test_a_number_changed_by_hand_is_found():

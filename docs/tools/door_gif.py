@@ -1,6 +1,6 @@
 """A human demonstration replayed, and beside it the trained agent from the same initial state, as an animation.
 
-    python docs/results/door_gif.py runs/AdroitHandDoor-v1__aquadqn__1__1700000000
+    python docs/tools/door_gif.py runs/AdroitHandDoor-v1__aquadqn__1__1700000000
 
 Goes through the demonstrations that reach the goal, says from which of their initial states the agent reaches it too,
 and draws the first of those.
@@ -30,7 +30,7 @@ AGENT_STEPS = 200  # the environment's own limit; demonstrations are longer
 class Options:
     run: Annotated[Path, tyro.conf.Positional]
     """run folder of a finished aquadqn.py run"""
-    out: Path = Path(__file__).parent / "door_human_and_agent.gif"
+    out: Path = Path(__file__).parents[1] / "results" / "figures" / "door_human_and_agent.gif"
 
 
 class Episode(NamedTuple):

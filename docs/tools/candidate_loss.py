@@ -1,8 +1,9 @@
 """Equation 1 along the training of the candidates, from TensorBoard's events, as CSV files that plot.py reads.
 
-    python docs/results/candidate_loss.py runs/RUN ...
+    python docs/tools/candidate_loss.py runs/RUN ...
 
-Writes docs/results/candidate_loss/{env_id}__{exp_name}__{seed}.csv: means over 500 steps, with dropout, as logged.
+Writes docs/results/curves/candidate_loss/{env_id}__{exp_name}__{seed}.csv: means over 500 steps, with
+dropout, as logged.
 """
 
 import csv
@@ -12,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import plot
 
-FOLDER = Path(__file__).resolve().parent / "candidate_loss"
+FOLDER = Path(__file__).resolve().parents[1] / "results" / "curves" / "candidate_loss"
 
 
 def export(run: Path) -> None:

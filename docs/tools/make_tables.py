@@ -1,6 +1,6 @@
-"""Writes the tables of README.md, docs/RESULTS.md and demos/README.md from the curves in this folder.
+"""Writes the tables of README.md, docs/RESULTS.md and demos/README.md from docs/results.
 
-    python docs/results/make_tables.py
+    python docs/tools/make_tables.py
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; NAME is a function below. A test runs this and
 compares, so no number in those tables is typed by hand. Curves are named {env_id}__{exp_name}__{seed}.csv.
@@ -10,8 +10,8 @@ import csv
 import re
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent
-ROOT = RESULTS.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+CURVES, LOGS = ROOT / "docs" / "results" / "curves", ROOT / "docs" / "results" / "logs"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "RESULTS.md", ROOT / "demos" / "README.md"]
 DOOR = "AdroitHandDoor-v1"
 
@@ -23,12 +23,12 @@ def read(path: Path) -> dict[int, dict[str, float]]:
 
 
 def read_rows(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open() as file:
+    with (LOGS / name).open() as file:
         return list(csv.DictReader(file))
 
 
 def curve(env_id: str, name: str, seed: int) -> dict[int, dict[str, float]]:
-    return read(RESULTS / f"{env_id}__{name}__{seed}.csv")
+    return read(CURVES / f"{env_id}__{name}__{seed}.csv")
 
 
 def mean(scores: dict[int, dict[str, float]], column: str, first: int, last: int) -> float:
@@ -79,7 +79,7 @@ def expert_curves(task: str) -> dict[str, dict[int, dict[str, float]]]:
     """Title -> curve of what has been run on the demonstrations of that task's trained policy."""
     env_id = f"AdroitHand{task}-v1"
     present = {title: f"{env_id}__{name}__1.csv" for title, name in EXPERT_METHODS.items()}
-    return {title: read(RESULTS / name) for title, name in present.items() if (RESULTS / name).exists()}
+    return {title: read(CURVES / name) for title, name in present.items() if (CURVES / name).exists()}
 
 
 def expert_success(title: str, scores: dict[int, dict[str, float]]) -> str:
@@ -272,7 +272,7 @@ def mujoco_sac() -> str:
     for env_id in ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"):
         row = [env_id]
         for name in ("sac", "sbx"):
-            paths = sorted(RESULTS.glob(f"{env_id}__{name}__*.csv"))
+            paths = sorted(CURVES.glob(f"{env_id}__{name}__*.csv"))
             returns = [read(path)[100_000]["episodic_return"] for path in paths]
             row += [", ".join(f"{value:.0f}" for value in returns), f"**{sum(returns) / len(returns):.0f}**"]
         rows.append(row)
@@ -290,7 +290,7 @@ def sac_schedules() -> str:
     }
     for env_id in ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"):
         for title, pattern in schedules.items():
-            paths = sorted(RESULTS.glob(pattern.format(env_id)))
+            paths = sorted(CURVES.glob(pattern.format(env_id)))
             if paths:
                 runs, seeds = [read(path) for path in paths], [path.stem.split("__")[2] for path in paths]
                 returns = [

@@ -1,6 +1,6 @@
 """What the candidates of finished aquadqn.py runs are like on their own demonstrations, as one CSV.
 
-    python docs/results/candidate_sweep.py runs/*__sweep__* --out docs/results/door_candidate_sweep.csv
+    python docs/tools/candidate_sweep.py runs/*__sweep__* --out docs/results/logs/door_candidate_sweep.csv
 
 For every run: equation 1 without dropout over all demonstrations, the mean distance from a demonstrated action to its
 nearest candidate, and how many of the K candidates are the nearest one for at least one action.
