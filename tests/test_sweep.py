@@ -1,8 +1,17 @@
 """sweep.py: the paper's tables against the scripts, the selection rule by hand, and real sweeps of tiny trials."""
 
+import csv
 import dataclasses
 import importlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tyro
 
@@ -138,3 +147,120 @@ def test_the_scripts_understand_the_command(algorithm):
         for name, choice in table.items():
             for argument in choice.arguments or (name,):
                 assert getattr(parsed, argument) == values[name]
+
+
+# ------------------------------------------------------------------------------------------------- real sweeps
+
+ROOT = Path(__file__).parents[1]
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=sweep.INSTALL_RAY)
+TINY = """--dataset-id tiny/reach/expert-v0 --candidate-steps 500 --total-timesteps 600 --eval-every 200
+ --eval-episodes 3 --learning-starts 50 --checkpoint-every 100 --num-actions 4 --batch-size 32""".split()
+
+
+def start_sweep(folder: Path, *words: str, **variables: str) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), **variables}
+    command = [sys.executable, str(ROOT / "sweep.py"), *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def read_table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "sweep.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def kill_after_a_checkpoint(trial: Path, driver: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 300
+    while not list(trial.glob("runs/*/state.npz")):
+        assert driver.poll() is None, driver.communicate()
+        assert time.monotonic() < deadline, "the trial wrote no checkpoint"
+        time.sleep(0.01)
+    _, _, pid = (trial / "attempts.txt").read_text().split()
+    os.kill(int(pid), signal.SIGKILL)
+
+
+@needs_ray
+def test_a_sweep_with_a_killed_trial_loses_nothing(datasets, tmp_path):
+    folder = tmp_path / "sweep"
+    words = [
+        "--env-id",
+        "tiny_env:Reach-v0",
+        "--num-seeds",
+        "2",
+        "--max-concurrent",
+        "2",
+        "--storage-path",
+        str(folder),
+    ]
+    driver = start_sweep(tmp_path, "seeds", "aquadqn", *words, "--", *TINY)
+    killed = sweep.trial_folder(folder, 0)
+    kill_after_a_checkpoint(killed, driver)
+    output, _ = driver.communicate(timeout=500)
+    assert driver.returncode == 0, output
+    rows = read_table(folder)
+    assert [row["status"] for row in rows] == ["done", "done"]
+    assert [row["seed"] for row in rows] == ["1", "2"]
+    assert [row["step"] for row in rows] == ["600", "600"]
+    assert [row["attempts"] for row in rows] == ["2", "1"]
+
+    plan = sweep.load_plan(folder)
+    uninterrupted = tmp_path / "uninterrupted"
+    uninterrupted.mkdir()
+    assert sweep.start_trial(uninterrupted, plan["trials"][0]["words"], plan).wait(timeout=300) == 0
+    ours = sweep.find_run(killed)
+    theirs = sweep.find_run(uninterrupted)
+    for name in ("evaluations.csv", "replay.f32"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    for name in ("agent.npz", "candidates.npz", "state.npz"):
+        with np.load(ours / name) as our_arrays, np.load(theirs / name) as their_arrays:
+            assert our_arrays.files == their_arrays.files
+            for key in our_arrays.files:
+                np.testing.assert_array_equal(our_arrays[key], their_arrays[key])
+
+
+@needs_ray
+def test_bad_input_is_not_tried_again_and_shows_its_line(datasets, tmp_path):
+    folder = tmp_path / "sweep"
+    words = ["--env-id", "Nowhere-v0", "--num-samples", "1", "--storage-path", str(folder)]
+    driver = start_sweep(tmp_path, "search", "bc", *words)
+    output, _ = driver.communicate(timeout=300)
+    (row,) = read_table(folder)
+    assert row["status"] == "failed", output
+    assert row["attempts"] == "1"
+    assert row["error"].startswith("error: ")
+    assert "Nowhere" in row["error"]
+    assert row["error"] in output
+    assert "0 of" not in (folder / "selection.md").read_text()
+    assert len(list((folder / "histograms").iterdir())) == len(sweep.TABLES["bc"])
+
+
+def run_here(monkeypatch, capsys, *words: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main()
+    return stopped.value.code, capsys.readouterr().err
+
+
+def test_without_ray_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    words = ["seeds", "aquadqn", "--env-id", "Env-v0", "--storage-path", tmp_path / "sweep"]
+    assert run_here(monkeypatch, capsys, *words) == (2, f"error: {sweep.INSTALL_RAY}\n")
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_what_is_wrong_is_said_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "import_ray", lambda: None)
+    search = ["search", "aquadqn", "--env-id", "Env-v0", "--storage-path", tmp_path]
+    cases = {
+        "no sweep.json": ["report", tmp_path],
+        "no table for aquacql": ["search", "aquacql", "--env-id", "Env-v0"],
+        "at least 50000": [*search, "--scheduler", "asha", "--grace-period", "100"],
+        "at least 1": [*search, "--num-samples", "0"],
+    }
+    for message, words in cases.items():
+        code, error = run_here(monkeypatch, capsys, *words)
+        assert code == 2
+        assert error.startswith("error: ") and error.count("\n") == 1
+        assert message in error
+    (tmp_path / "sweep.json").write_text("{}")
+    assert "has a sweep already" in run_here(monkeypatch, capsys, *search)[1]
