@@ -700,7 +700,8 @@ def make_live_table(folder: Path, plan: dict[str, Any]) -> Any:
 
     class LiveTable(tune.Callback):
         def setup(self, **_: Any) -> None:
-            self.scores: dict[int, float] = {}
+            rows = read_sweep(folder, plan)  # a restored sweep has scores already
+            self.scores = {row.index: row.score for row in rows if row.score is not None}
             self.started: dict[int, float] = {}
             self.seconds: list[float] = []
             self.printed = 0.0
