@@ -1,0 +1,853 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["ray[tune]==2.60.0", "numpy", "matplotlib", "tyro"]
+# ///
+"""Many runs on one machine or a cluster, on Ray Tune: seeds, and the paper's hyperparameter selection.
+
+A trial is one of the scripts, started as a process of its own in a folder of its own. What kills it costs the steps
+since its last checkpoint: it goes on with the script's --resume. Arguments after -- are passed on to the script.
+
+    python sweep.py seeds aquadqn --env-id AdroitHandDoor-v1 AdroitHandPen-v1 --num-seeds 10 -- --total-timesteps 200000
+    python sweep.py search aquadqn --env-id AdroitHandDoor-v1 --num-samples 1000 --storage-path sweeps/door
+    python sweep.py restore sweeps/door
+    python sweep.py report sweeps/door
+
+docs/cluster.md says how to use more than one machine.
+"""
+
+import csv
+import ctypes
+import dataclasses
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import tyro
+
+SCRIPTS = Path(__file__).resolve().parent
+POLL_SECONDS = 0.5  # between looks at a trial's evaluations.csv
+SHORTEST_GRACE = 50_000  # environment steps: success on Door is near zero until 30k even for the best configurations
+PASSED_ON = ("PYTHONPATH", "MINARI_DATASETS_PATH", "MUJOCO_GL")  # a worker on another machine has its own environment
+INSTALL_RAY = "sweep.py needs Ray: pip install -r requirements-sweep.txt"
+
+# ---------------------------------------------------------------------------------------- the paper's appendix
+
+
+class Choice(NamedTuple):
+    """A row of a table: the values that are tried, those in bold, and the arguments that get the value."""
+
+    values: tuple
+    bold: tuple
+    arguments: tuple[str, ...] = ()  # default: the row's own name
+
+
+class Algorithm(NamedTuple):
+    script: str
+    subcommand: tuple[str, ...] = ()
+    task_argument: str = "--env-id"
+
+
+ALGORITHMS = {
+    "aquadqn": Algorithm("aquadqn.py"),
+    "sac": Algorithm("sac_baselines.py", ("sac",)),
+    "sacfd": Algorithm("sac_baselines.py", ("sacfd",)),
+    "aquagail": Algorithm("aquagail.py"),
+    "gail": Algorithm("sac_baselines.py", ("gail",)),
+    "bc": Algorithm("bc_mdn.py", ("bc",)),
+    "mdn": Algorithm("bc_mdn.py", ("mdn",)),
+    "sac-robodesk": Algorithm("sac_baselines.py", ("sac",)),
+    "aquaplay": Algorithm("aquaplay.py", task_argument="--task"),
+    "aquacql": Algorithm("aquacql.py", task_argument="--dataset-id"),  # no table in the paper: seeds only
+}
+
+TABLES = {
+    "aquadqn": {
+        "candidate_learning_rate": Choice((3e-5, 1e-4, 3e-4, 1e-3, 3e-3), bold=(3e-4,)),
+        "input_dropout": Choice((0.0, 0.1, 0.3), bold=(0.1,)),
+        "hidden_dropout": Choice((0.0, 0.1, 0.3), bold=(0.1,)),
+        "temperature": Choice((1e-4, 1e-3, 1e-2), bold=(1e-3,)),
+        "num_actions": Choice((10, 15, 20), bold=(10,)),
+        "learning_rate": Choice((3e-5, 1e-4, 3e-3), bold=(1e-4,)),
+        "n_step": Choice((1, 3, 5), bold=(3,)),
+        "epsilon": Choice((0.001, 0.01, 0.1), bold=(0.1,)),
+        "demo_ratio": Choice((0.0, 0.1, 0.25, 0.5), bold=(0.25,)),
+        "min_demo_reward": Choice((None, 0.01), bold=(0.01,)),
+    },
+    "sac": {
+        "learning_rate": Choice((3e-5, 1e-4, 3e-4), bold=(1e-4,)),
+        "n_step": Choice((1, 3, 5), bold=(5,)),
+        "tau": Choice((0.005, 0.01, 0.05), bold=(0.005,)),
+        "reward_scale": Choice((0.1, 0.3, 0.5), bold=(0.5,)),
+    },
+    "sacfd": {
+        "learning_rate": Choice((3e-5, 1e-4, 3e-4), bold=(1e-4,)),
+        "n_step": Choice((1, 3, 5), bold=(5,)),
+        "tau": Choice((0.005, 0.01, 0.05), bold=(0.005,)),
+        "reward_scale": Choice((0.1, 0.3, 0.5), bold=(0.3,)),
+        "demo_ratio": Choice((0.0, 0.001, 0.1, 0.25), bold=(0.001,)),
+        "min_demo_reward": Choice((None, 0.01, 0.1), bold=(0.01, 0.1)),
+    },
+    "aquagail": {
+        "discriminator_learning_rate": Choice((1e-7, 3e-7, 1e-6, 3e-5, 1e-4), bold=(1e-6,)),
+        "discriminator_layers": Choice((1, 2), bold=(1,)),
+        "discriminator_units": Choice((16, 64, 256), bold=(64,)),
+        "discriminator_regularization": Choice(("none", "dropout", "weight-decay"), bold=("dropout",)),
+        "discriminator_weight_decay": Choice((5.0, 10.0, 20.0), bold=()),
+        "discriminator_input_dropout": Choice((0.5, 0.75), bold=(0.5,)),
+        "discriminator_hidden_dropout": Choice((0.5, 0.75), bold=(0.5,)),
+        "normalize_observations": Choice((True, False), bold=(True,)),
+        "reward_balance": Choice((0.0, 0.5, 1.0), bold=(0.5,)),
+        "learning_rate": Choice((3e-5, 1e-4, 3e-4), bold=(3e-5,)),
+        "n_step": Choice((1, 3, 5), bold=(1,)),
+        "epsilon": Choice((0.001, 0.01, 0.1), bold=(0.01,)),
+        "candidate_learning_rate": Choice((3e-5, 1e-4, 3e-4, 1e-3, 3e-3), bold=(3e-4,)),
+        "temperature": Choice((1e-4, 1e-3, 1e-2), bold=(1e-3,)),
+        "num_actions": Choice((10, 15, 20), bold=(10,)),
+        "input_dropout": Choice((0.0, 0.1, 0.3), bold=(0.0,)),
+        "hidden_dropout": Choice((0.0, 0.1, 0.3), bold=(0.0,)),
+    },
+    "gail": {
+        "discriminator_learning_rate": Choice((1e-7, 3e-7, 1e-6, 3e-5, 1e-4), bold=(3e-7,)),
+        "discriminator_layers": Choice((1, 2), bold=(1,)),
+        "discriminator_units": Choice((16, 64, 256), bold=(256,)),
+        "discriminator_regularization": Choice(("none", "dropout", "weight-decay"), bold=("weight-decay",)),
+        "discriminator_weight_decay": Choice((5.0, 10.0, 20.0), bold=(10.0,)),
+        "discriminator_input_dropout": Choice((0.5, 0.75), bold=()),
+        "discriminator_hidden_dropout": Choice((0.5, 0.75), bold=()),
+        "normalize_observations": Choice((True, False), bold=(True,)),
+        "reward_balance": Choice((0.0, 0.5, 1.0), bold=(0.5,)),
+        "learning_rate": Choice((3e-5, 1e-4, 3e-4), bold=(1e-4,)),
+        "n_step": Choice((1, 3, 5), bold=(5,)),
+        "tau": Choice((0.005, 0.01, 0.05), bold=(0.05,)),
+        "reward_scale": Choice((0.1, 0.3, 0.5), bold=(0.5,)),
+    },
+    "bc": {
+        "learning_rate": Choice((1e-5, 3e-5, 1e-4, 3e-4, 1e-3), bold=(3e-4,)),
+        "num_layers": Choice((1, 2, 3), bold=(1,)),
+        "num_units": Choice((16, 64, 256), bold=(256,)),
+        "activation": Choice(("relu", "tanh"), bold=("tanh",)),
+        "normalize_observations": Choice((True, False), bold=(True,)),
+        "weight_decay": Choice((0.0, 0.01, 0.1), bold=(0.0,)),
+        "input_dropout": Choice((0.0, 0.15, 0.3), bold=(0.0,)),
+        "hidden_dropout": Choice((0.0, 0.25, 0.5), bold=(0.0,)),
+    },
+    "mdn": {
+        "learning_rate": Choice((3e-5, 1e-4, 3e-4, 1e-3, 3e-3), bold=(3e-4,)),
+        "input_dropout": Choice((0.0, 0.1), bold=(0.0,)),
+        "hidden_dropout": Choice((0.0, 0.1), bold=(0.0,)),
+        "temperature": Choice((1e-4, 1e-3), bold=(1e-3,)),
+        "num_actions": Choice((5, 10, 20), bold=(10,)),
+    },
+    "sac-robodesk": {
+        "learning_rate": Choice((1e-5, 3e-5, 3e-4, 1e-4), bold=(1e-4,)),
+        "n_step": Choice((1, 3, 5), bold=(5,)),
+        "reward_scale": Choice((0.1, 1.0, 10.0), bold=(1.0,)),
+        "tau": Choice((0.005, 0.01, 0.05), bold=(0.01,)),
+    },
+    "aquaplay": {
+        "candidate_learning_rate": Choice((1e-4, 3e-4, 1e-3), bold=(1e-3,)),
+        "dropout": Choice((0.0, 0.1, 0.3), bold=(0.1,), arguments=("input_dropout", "hidden_dropout")),
+        "temperature": Choice((1e-4, 1e-3, 1e-2), bold=(1e-4,)),
+        "num_actions": Choice((10, 20, 30, 40), bold=(30,)),
+    },
+}
+
+# Bold values that are not the script's default, each with its reason. What the tables do not have at all is ours:
+# --temperature-start and --ema-decay stay at their defaults in every trial, unless they are given after --.
+SAC_DEFAULTS = "sac_baselines.py sac has one set of defaults, those of the table for Adroit"
+DIFFERENCES = {
+    ("sac-robodesk", "reward_scale"): SAC_DEFAULTS,
+    ("sac-robodesk", "tau"): SAC_DEFAULTS,
+}
+
+
+# ------------------------------------------------------------------------------------------- the selection rule
+
+
+class Trial(NamedTuple):
+    """What the selection needs to know of a trial."""
+
+    values: dict[str, Any]
+    score: float | None  # None: nothing is known of it, so it does not count
+
+
+class Judgement(NamedTuple):
+    value: Any
+    average: float  # over the better half; NaN if no trial with this value has a score
+    trials: int
+
+
+def better_half_average(scores: Sequence[float]) -> float:
+    """Mean of the better half, the middle one included when their number is odd."""
+    if not scores:
+        return float("nan")
+    best_first = sorted(scores, reverse=True)
+    half = (len(best_first) + 1) // 2
+    return sum(best_first[:half]) / half
+
+
+def judge(trials: Sequence[Trial], name: str, values: Sequence) -> list[Judgement]:
+    """Every value of a hyperparameter by the better half of the configurations that have it, whatever else they have
+    ("Hyperparameter Selection Procedure" of the appendix)."""
+    judgements = []
+    for value in values:
+        scores = [trial.score for trial in trials if trial.values[name] == value and trial.score is not None]
+        judgements.append(Judgement(value, better_half_average(scores), len(scores)))
+    return judgements
+
+
+class Selected(NamedTuple):
+    value: Any
+    average: float
+    margin: float  # over the next best value; 0: a tie, of which the value listed first is taken
+
+
+def select(judgements: Sequence[Judgement]) -> Selected | None:
+    """The value with the highest average, and by how much; None if no value has been tried."""
+    tried = [judgement for judgement in judgements if judgement.trials]
+    if not tried:
+        return None
+    best_first = sorted(tried, key=lambda judgement: -judgement.average)  # stable: ties stay in the table's order
+    best = best_first[0]
+    margin = best.average - best_first[1].average if len(best_first) > 1 else float("nan")
+    return Selected(best.value, best.average, margin)
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+@dataclasses.dataclass
+class RunArgs:
+    algorithm: Annotated[Literal[tuple(ALGORITHMS)], tyro.conf.Positional]
+    """which script, and of a search which table of the appendix"""
+    env_id: list[str]
+    """environments (aquaplay: RoboDesk tasks; aquacql: datasets); every one gets all seeds or configurations"""
+    storage_path: Path | None = None
+    """folder of this sweep, on a cluster one that all machines see; default: sweeps/{algorithm}__{unix time}"""
+    address: str | None = None
+    """of a running Ray cluster, "auto" for the one this machine is part of; default: Ray on this machine alone"""
+    cpus_per_trial: int = 1
+    """cores of a trial, to which its threads are held"""
+    gpus_per_trial: float = 0.0
+    """GPUs of a trial, also a part of one; 0: the trial uses the CPU"""
+    max_concurrent: int | None = None
+    """trials at a time; default: as many as there are cores or GPUs for"""
+    max_failures: int = 5
+    """how often a trial whose process, worker or machine died is continued"""
+    scheduler: Literal["none", "asha"] = "none"
+    """asha: stop the worse trials early; none, as in the paper: train all of them to the end"""
+    grace_period: int = SHORTEST_GRACE
+    """environment steps that asha gives every trial"""
+    metric: str = "success_rate"
+    """column of evaluations.csv whose last value is a trial's score; higher is better"""
+
+
+@dataclasses.dataclass
+class SeedsArgs(RunArgs):
+    """The same settings with several seeds, as for a figure of the paper."""
+
+    num_seeds: int = 10
+    """seeds 1, 2, ... for every environment"""
+
+
+@dataclasses.dataclass
+class SearchArgs(RunArgs):
+    """Configurations drawn uniformly from the algorithm's table, and the selection of the appendix."""
+
+    num_samples: int = 1000
+    """configurations for every environment"""
+    search_seed: int = 0
+    """seed of the draw; every trial trains with the script's own --seed, unless it is given after --"""
+
+
+@dataclasses.dataclass
+class RestoreArgs:
+    """Goes on with a sweep that was stopped or whose driver died."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """folder of the sweep"""
+    address: str | None = None
+    """of a running Ray cluster; default: Ray on this machine alone"""
+
+
+@dataclasses.dataclass
+class ReportArgs:
+    """Writes sweep.csv, selection.md and the histograms, also while the sweep is running; needs no Ray."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """folder of the sweep"""
+
+
+Command = (
+    Annotated[SeedsArgs, tyro.conf.subcommand("seeds")]
+    | Annotated[SearchArgs, tyro.conf.subcommand("search")]
+    | Annotated[RestoreArgs, tyro.conf.subcommand("restore")]
+    | Annotated[ReportArgs, tyro.conf.subcommand("report")]
+)
+
+
+class UserError(Exception):
+    """One line that says what is wrong and what to do; the program ends with exit code 2."""
+
+
+def require(condition: Any, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+# ----------------------------------------------------------------------------------------------- plan of a sweep
+# sweep.json has every trial before the first one starts, so that nothing about a sweep depends on what is still alive.
+
+
+def argument_words(argument: str, value: Any) -> list[str]:
+    """As the scripts' command lines have it."""
+    flag = argument.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", str(value)]
+
+
+def trial_words(algorithm: str, env_id: str, values: dict[str, Any], passed_on: Sequence[str]) -> list[str]:
+    """The command of a trial: script, subcommand, environment, hyperparameters, and what came after --."""
+    script, subcommand, task_argument = ALGORITHMS[algorithm]
+    words = [script, *subcommand, task_argument, env_id]
+    for name, value in values.items():
+        choice = TABLES.get(algorithm, {}).get(name)
+        arguments = choice.arguments if choice and choice.arguments else (name,)
+        for argument in arguments:
+            words += argument_words(argument, value)
+    return [*words, *passed_on, "--quiet"]
+
+
+def is_given(name: str, choice: Choice, passed_on: Sequence[str]) -> bool:
+    flags = [f"--{argument.replace('_', '-')}" for argument in choice.arguments or (name,)]
+    flags += [flag.replace("--", "--no-", 1) for flag in flags]
+    return any(word.replace("_", "-").split("=")[0] in flags for word in passed_on)
+
+
+def searched_table(args: SearchArgs, passed_on: Sequence[str]) -> dict[str, Choice]:
+    """The algorithm's table without what is given after --, which has that value in every trial."""
+    require(args.algorithm in TABLES, f"the appendix has no table for {args.algorithm}: use seeds, not search")
+    table = TABLES[args.algorithm]
+    kept = {name: choice for name, choice in table.items() if not is_given(name, choice, passed_on)}
+    require(kept, "every hyperparameter of the table is given after --: use seeds, not search")
+    return kept
+
+
+def make_plan(args: SeedsArgs | SearchArgs, passed_on: list[str]) -> dict[str, Any]:
+    if isinstance(args, SeedsArgs):
+        table = {}
+        draws = [{"seed": seed} for seed in range(1, args.num_seeds + 1)]
+        pairs = [(env_id, values) for env_id in args.env_id for values in draws]
+    else:
+        table = searched_table(args, passed_on)
+        rng = random.Random(args.search_seed)
+        pairs = []
+        for env_id in args.env_id:
+            for _ in range(args.num_samples):
+                pairs.append((env_id, {name: rng.choice(choice.values) for name, choice in table.items()}))
+    trials = []
+    for env_id, values in pairs:
+        words = trial_words(args.algorithm, env_id, values, passed_on)
+        trials.append({"env_id": env_id, "values": values, "words": words})
+    settings = dataclasses.asdict(args)
+    settings["storage_path"] = None  # the folder that has this file, wherever it is
+    variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    searched = {name: choice.values for name, choice in table.items()}
+    last_step = asked_last_step(passed_on)
+    plan = {"settings": settings, "environment": variables, "searched": searched, "last_step": last_step}
+    return {**plan, "trials": trials}
+
+
+def asked_last_step(passed_on: Sequence[str]) -> int:
+    """Where asha expects a trial to end: --total-timesteps, or its default, which all scripts share."""
+    for flag, value in zip(passed_on, passed_on[1:]):
+        if flag.replace("_", "-") == "--total-timesteps" and value.isdigit():
+            return int(value)
+    return 1_000_000
+
+
+def check_run_args(args: SeedsArgs | SearchArgs) -> None:
+    counts = "cpus_per_trial max_concurrent num_seeds num_samples"
+    for name in counts.split():
+        value = getattr(args, name, None)
+        require(value is None or value >= 1, f"--{name.replace('_', '-')} is {value}: give at least 1")
+    require(args.gpus_per_trial >= 0, f"--gpus-per-trial is {args.gpus_per_trial}: give 0 or more")
+    require(args.max_failures >= 0, f"--max-failures is {args.max_failures}: give 0 or more")
+    too_short = f"--grace-period is {args.grace_period}: give at least {SHORTEST_GRACE}, less says nothing"
+    require(args.grace_period >= SHORTEST_GRACE, too_short)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Atomic: a kill leaves the old file or none."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.replace(path)
+
+
+def load_plan(folder: Path) -> dict[str, Any]:
+    path = folder / "sweep.json"
+    require(path.exists(), f"{folder} is not the folder of a sweep: it has no sweep.json")
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        raise UserError(f"{path} is damaged: start a new sweep") from None
+
+
+# ------------------------------------------------------------------------------------------------------- a trial
+
+
+def trial_folder(folder: Path, index: int) -> Path:
+    return folder / "trials" / f"{index:05d}"
+
+
+def find_run(trial: Path) -> Path | None:
+    """The trial's run folder, if the script got as far as having one that can be resumed."""
+    for run in sorted(trial.glob("runs/*")):
+        if (run / "args.json").exists():
+            return run
+        shutil.rmtree(run)  # killed between making the folder and writing the arguments
+    return None
+
+
+def read_evaluations(run: Path | None) -> list[dict[str, float]]:
+    path = run / "evaluations.csv" if run else None
+    if path is None or not path.exists():
+        return []
+    with path.open() as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return [{**row, "step": int(row["step"])} for row in rows]
+
+
+def trial_environment(plan: dict[str, Any]) -> dict[str, str]:
+    """The process's variables: what the driver had, and its threads held to its cores."""
+    settings = plan["settings"]
+    cores = str(settings["cpus_per_trial"])
+    variables = {**os.environ, **plan["environment"], "PYTHONUNBUFFERED": "1"}
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC", "PJRT_NPROC"):
+        variables[name] = cores  # the last two are XLA's
+    if cores == "1":
+        flags = os.environ.get("XLA_FLAGS", "")
+        variables["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    if settings["gpus_per_trial"] == 0:
+        variables["JAX_PLATFORMS"] = "cpu"
+    elif settings["gpus_per_trial"] < 1:
+        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(0.9 * settings["gpus_per_trial"])
+    return variables
+
+
+def die_with_worker() -> None:
+    """Called in the new process: when the Ray worker that started it is killed, so is it (Linux)."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def start_trial(trial: Path, words: Sequence[str], plan: dict[str, Any]) -> subprocess.Popen:
+    """The script, from its beginning or from the trial's last checkpoint; its output goes to log.txt."""
+    # The process inherits the lock: while one writes to this folder, be it an orphan, no second one starts.
+    lock = (trial / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    run = find_run(trial)
+    script = str(SCRIPTS / words[0])
+    rest = ["--resume", str(run.relative_to(trial)), "--quiet"] if run else words[1:]
+    with (trial / "log.txt").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, script, *rest],
+            cwd=trial,
+            env=trial_environment(plan),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[lock.fileno()],
+            preexec_fn=die_with_worker if sys.platform == "linux" else None,
+        )
+    lock.close()
+    with (trial / "attempts.txt").open("a") as attempts:
+        attempts.write(f"{int(time.time())} {socket.gethostname()} {process.pid}\n")
+    return process
+
+
+def last_words(trial: Path) -> str:
+    """The script's line about what is wrong, or else the last line of its log."""
+    path = trial / "log.txt"
+    text = path.read_text(errors="replace") if path.exists() else ""
+    lines = [line.strip(" │╭╮╰╯─") for line in text.replace("\r", "\n").splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if line.startswith("error:")]
+    return (errors or lines or [""])[-1]
+
+
+def run_trial(config: dict[str, Any]) -> None:
+    """Tune's trainable: starts the script and reports each row of evaluations.csv as it is written."""
+    from ray import tune
+
+    folder = Path(config["folder"])
+    plan = load_plan(folder)
+    trial = trial_folder(folder, config["trial"])
+    trial.mkdir(parents=True, exist_ok=True)
+    outcome = trial / "outcome.json"
+    process = None if outcome.exists() else start_trial(trial, plan["trials"][config["trial"]]["words"], plan)
+    reported = -1
+    running = True
+    while running:
+        running = process is not None and process.poll() is None
+        for row in read_evaluations(find_evaluated(trial)):  # after the last look at the process: the last rows too
+            if row["step"] > reported:
+                tune.report(row)
+                reported = row["step"]
+        if running:
+            time.sleep(POLL_SECONDS)
+    if process is None:
+        return  # an earlier attempt ended it; the driver died before it knew
+    message = last_words(trial)
+    # Exit code 2 is bad input, a line of the script's own is a training that diverged: neither is better a second time.
+    final = process.returncode in (0, 2) or (process.returncode > 0 and message.startswith("error:"))
+    if not final:
+        raise RuntimeError(f"exit code {process.returncode}: {message}")
+    write_json(outcome, {"exit_code": process.returncode, "error": message if process.returncode else ""})
+
+
+def find_evaluated(trial: Path) -> Path | None:
+    for path in trial.glob("runs/*/evaluations.csv"):
+        return path.parent
+    return None
+
+
+# ----------------------------------------------------------------------------------------------- state of a sweep
+
+
+class Row(NamedTuple):
+    """A trial as its folder tells it: a row of sweep.csv."""
+
+    index: int
+    env_id: str
+    values: dict[str, Any]
+    status: str  # waiting, started, done, stopped (by asha) or failed
+    score: float | None
+    step: int | None
+    attempts: int
+    run: str
+    error: str
+
+
+def read_trial(folder: Path, index: int, plan: dict[str, Any]) -> Row:
+    planned = plan["trials"][index]
+    trial = trial_folder(folder, index)
+    attempts = trial / "attempts.txt"
+    outcome = trial / "outcome.json"
+    started = len(attempts.read_text().splitlines()) if attempts.exists() else 0
+    run = find_evaluated(trial)
+    evaluations = read_evaluations(run)
+    last = evaluations[-1] if evaluations else {}
+    status = "started" if started else "waiting"
+    error = ""
+    if outcome.exists():
+        ended = json.loads(outcome.read_text())
+        error = ended["error"]
+        status = "stopped" if ended["exit_code"] is None else "failed" if ended["exit_code"] else "done"
+    elif started:
+        error = last_words(trial)
+    metric = plan["settings"]["metric"]
+    name = str(run.relative_to(folder)) if run else ""
+    values = planned["values"]
+    return Row(index, planned["env_id"], values, status, last.get(metric), last.get("step"), started, name, error)
+
+
+def read_sweep(folder: Path, plan: dict[str, Any]) -> list[Row]:
+    return [read_trial(folder, index, plan) for index in range(len(plan["trials"]))]
+
+
+def counted(row: Row) -> Trial:
+    """A configuration that failed by itself counts as no success at all: leaving it out would favour values that
+    diverge. One that has not ended, or whose environment reports no such score, says nothing yet."""
+    if row.status == "failed":
+        return Trial(row.values, 0.0)
+    ended = row.status in ("done", "stopped") and row.score is not None and np.isfinite(row.score)
+    return Trial(row.values, row.score if ended else None)
+
+
+# --------------------------------------------------------------------------------------------------------- report
+
+
+def write_table(path: Path, rows: Sequence[Row]) -> None:
+    names = list(rows[0].values)
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["trial", "env_id", *names, "status", "score", "step", "attempts", "run", "error"])
+        for row in rows:
+            values = [row.values[name] for name in names]
+            ends = [row.status, row.score, row.step, row.attempts, row.run, row.error]
+            table.writerow([f"{row.index:05d}", row.env_id, *map(str, values), *ends])
+
+
+def selection_lines(title: str, trials: Sequence[Trial], plan: dict[str, Any]) -> list[str]:
+    """A section of selection.md."""
+    algorithm = plan["settings"]["algorithm"]
+    scored = sum(trial.score is not None for trial in trials)
+    lines = [f"## {title}", "", f"{scored} of {len(trials)} configurations counted.", ""]
+    lines += ["| hyperparameter | selected | margin | the paper's | average of the better half (configurations) |"]
+    lines += ["|---|---|---|---|---|"]
+    for name, values in plan["searched"].items():
+        judgements = judge(trials, name, values)
+        selected = select(judgements)
+        tried = ", ".join(f"{value}: {average:.3f} ({count})" for value, average, count in judgements)
+        bold = ", ".join(map(str, TABLES[algorithm][name].bold)) or "none"
+        if selected is None:
+            lines.append(f"| {name} | | | {bold} | {tried} |")
+            continue
+        margin = "tie" if selected.margin == 0 else f"{selected.margin:.3f}"
+        lines.append(f"| {name} | {selected.value} | {margin} | {bold} | {tried} |")
+    return [*lines, ""]
+
+
+def draw_histograms(path: Path, title: str, name: str, values: Sequence, trials: Sequence[Trial]) -> None:
+    """A panel per value: how many of its configurations reached which score, and the average of their better half."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.6 * len(values), 2.6), layout="constrained")
+    axes = figure.subplots(1, len(values), sharex=True, sharey=True, squeeze=False)[0]
+    scores = [trial.score for trial in trials if trial.score is not None]
+    lowest = min([0.0, *scores])
+    highest = max([1.0, *scores])
+    bins = np.linspace(lowest, highest, 21)
+    for axis, (value, average, _) in zip(axes, judge(trials, name, values)):
+        mine = [trial.score for trial in trials if trial.values[name] == value and trial.score is not None]
+        axis.hist(mine, bins=bins, color="#0072B2")
+        if mine:
+            axis.axvline(average, color="#D55E00", label=f"better half: {average:.3f}")
+            axis.legend(fontsize="small")
+        axis.set(title=f"{value} ({len(mine)})", xlabel="score")
+    axes[0].set_ylabel("configurations")
+    figure.suptitle(f"{title}: {name}")
+    figure.savefig(path, dpi=100)
+
+
+def write_selection(folder: Path, rows: Sequence[Row], plan: dict[str, Any]) -> None:
+    environments = list(dict.fromkeys(row.env_id for row in rows))
+    groups = {env_id: [counted(row) for row in rows if row.env_id == env_id] for env_id in environments}
+    if len(environments) > 1:
+        groups["all environments"] = [counted(row) for row in rows]
+    lines = [f"# Selected hyperparameters of {plan['settings']['algorithm']}", ""]
+    lines += [f"A value is judged by the mean {plan['settings']['metric']} over the better half of the configurations"]
+    lines += ["that have it; of equals the one listed first is taken. Failed configurations count as 0.", ""]
+    figures = folder / "histograms"
+    figures.mkdir(exist_ok=True)
+    for title, trials in groups.items():
+        lines += selection_lines(title, trials, plan)
+        for name, values in plan["searched"].items():
+            prefix = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in title)
+            draw_histograms(figures / f"{prefix}__{name}.png", title, name, values, trials)
+    (folder / "selection.md").write_text("\n".join(lines))
+
+
+def summary_lines(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for env_id in dict.fromkeys(row.env_id for row in rows):
+        mine = [row for row in rows if row.env_id == env_id]
+        states = [f"{sum(row.status == status for row in mine)} {status}" for status in ("done", "stopped", "failed")]
+        states.append(f"{sum(row.status in ('waiting', 'started') for row in mine)} not ended")
+        scores = [row.score for row in mine if row.status in ("done", "stopped") and row.score is not None]
+        middle = f"median score {np.median(scores):.3f}, best {max(scores):.3f}" if scores else "no score yet"
+        lines.append(f"{env_id}: {', '.join(states)}; {middle}")
+    for row in [row for row in rows if row.status == "failed"][:10]:
+        lines.append(f"trial {row.index:05d} failed: {row.error}")
+    return lines
+
+
+def report(folder: Path) -> None:
+    plan = load_plan(folder)
+    rows = read_sweep(folder, plan)
+    write_table(folder / "sweep.csv", rows)
+    written = "sweep.csv"
+    if plan["searched"]:
+        write_selection(folder, rows, plan)
+        written = "sweep.csv, selection.md and histograms"
+    for line in summary_lines(rows):
+        print(line)
+    print(f"{written} are in {folder}; curves: python plot.py {folder}/trials/*/runs/*")
+
+
+# --------------------------------------------------------------------------------------------------------- driver
+
+
+def import_ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # the run folders have TensorBoard's files
+    try:
+        import ray
+        import ray.tune
+    except ImportError:
+        raise UserError(INSTALL_RAY) from None
+    return ray
+
+
+def make_live_table(folder: Path, plan: dict[str, Any]) -> Any:
+    """Tune's callback: a line whenever something has changed, at most one every few seconds."""
+    from ray import tune
+
+    class LiveTable(tune.Callback):
+        def setup(self, **_: Any) -> None:
+            rows = read_sweep(folder, plan)  # a restored sweep has scores already
+            self.scores = {row.index: row.score for row in rows if row.score is not None}
+            self.started: dict[int, float] = {}
+            self.seconds: list[float] = []
+            self.printed = 0.0
+
+        def on_trial_start(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
+            self.started.setdefault(trial.config["trial"], time.monotonic())
+            self.show(trials)
+
+        def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **_: Any) -> None:
+            self.scores[trial.config["trial"]] = result.get(plan["settings"]["metric"], float("nan"))
+            self.show(trials)
+
+        def on_trial_complete(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
+            index = trial.config["trial"]
+            if index in self.started:
+                self.seconds.append(time.monotonic() - self.started[index])
+            outcome = trial_folder(folder, index) / "outcome.json"
+            if plan["settings"]["scheduler"] == "asha" and not outcome.exists():
+                write_json(outcome, {"exit_code": None, "error": "stopped by asha"})
+            self.show(trials, now=len(self.seconds) == len(plan["trials"]))
+
+        def on_trial_error(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
+            index = trial.config["trial"]
+            print(f"trial {index:05d} died: {last_words(trial_folder(folder, index))}", flush=True)
+
+        def show(self, trials: list, now: bool = False) -> None:
+            if time.monotonic() < self.printed + 5 and not now:
+                return
+            self.printed = time.monotonic()
+            states = [trial.status for trial in trials]
+            running = states.count("RUNNING")
+            done = states.count("TERMINATED")
+            dead = states.count("ERROR")
+            line = (
+                f"{running} running, {done} ended, {dead} dead, {len(plan['trials']) - running - done - dead} waiting"
+            )
+            finite = {index: score for index, score in self.scores.items() if np.isfinite(score)}
+            if finite:
+                best = max(finite, key=finite.get)
+                line += f"; best {finite[best]:.3f} (trial {best:05d})"
+            if self.seconds and running:
+                left = (len(plan["trials"]) - done - dead) / running * float(np.mean(self.seconds))
+                line += f"; about {left / 60:.0f} min left"
+            print(time.strftime("%H:%M:%S"), line, flush=True)
+
+    return LiveTable()
+
+
+def make_tuner(ray: Any, folder: Path, plan: dict[str, Any]) -> Any:
+    """A new Tuner, or the one that Tune kept if the sweep had got so far."""
+    tune = ray.tune
+    settings = plan["settings"]
+    resources = {"cpu": settings["cpus_per_trial"], "gpu": settings["gpus_per_trial"]}
+    trainable = tune.with_resources(run_trial, resources)
+    state = folder / "tune"
+    indices = list(range(len(plan["trials"])))
+    param_space = {"trial": tune.grid_search(indices), "folder": str(folder)}
+    if tune.Tuner.can_restore(str(state)):
+        return tune.Tuner.restore(
+            str(state), trainable, resume_unfinished=True, resume_errored=True, param_space=param_space
+        )
+    scheduler = None
+    if settings["scheduler"] == "asha":
+        scheduler = tune.schedulers.ASHAScheduler(
+            time_attr="step",
+            metric=settings["metric"],
+            mode="max",
+            grace_period=settings["grace_period"],
+            max_t=max(settings["grace_period"], plan["last_step"]),
+        )
+    return tune.Tuner(
+        trainable,
+        param_space=param_space,
+        tune_config=tune.TuneConfig(scheduler=scheduler, max_concurrent_trials=settings["max_concurrent"]),
+        run_config=tune.RunConfig(
+            name=state.name,
+            storage_path=str(folder),
+            failure_config=tune.FailureConfig(max_failures=settings["max_failures"]),
+            callbacks=[make_live_table(folder, plan)],
+            verbose=0,
+        ),
+    )
+
+
+def run_sweep(folder: Path, address: str | None) -> int:
+    """Runs what has not ended yet; returns the exit code."""
+    ray = import_ray()
+    plan = load_plan(folder)
+    how_on = f"continue with: python sweep.py restore {folder}"
+    try:
+        options = {"address": address} if address else {"include_dashboard": False}
+        ray.init(log_to_driver=False, logging_level="error", **options)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"no Ray cluster at {address!r}, start one with ray start --head: {reason}") from None
+    interrupted = False
+    try:
+        make_tuner(ray, folder, plan).fit()
+    except KeyboardInterrupt:
+        interrupted = True
+    ray.shutdown()
+    report(folder)
+    unfinished = sum(row.status in ("waiting", "started") for row in read_sweep(folder, plan))
+    if unfinished:
+        print(f"{unfinished} trials have not ended; {how_on}", file=sys.stderr)
+        return 130 if interrupted else 1
+    return 0
+
+
+def new_sweep(args: SeedsArgs | SearchArgs, passed_on: list[str]) -> Path:
+    check_run_args(args)
+    folder = args.storage_path or Path("sweeps") / f"{args.algorithm}__{int(time.time())}"
+    folder = folder.resolve()
+    there = f"{folder} has a sweep already: python sweep.py restore {folder}, or give another --storage-path"
+    require(not (folder / "sweep.json").exists(), there)
+    plan = make_plan(args, passed_on)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "sweep.json", plan)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error}") from None
+    print(f"{len(plan['trials'])} trials in {folder}", flush=True)
+    return folder
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    try:
+        args = tyro.cli(Command, args=words[:end], description=__doc__)
+        passed_on = words[end + 1 :]
+        if isinstance(args, ReportArgs):
+            report(args.path.resolve())
+            return
+        import_ray()  # before anything is written
+        if isinstance(args, RestoreArgs):
+            folder = args.path.resolve()
+        else:
+            folder = new_sweep(args, passed_on)
+        sys.exit(run_sweep(folder, args.address))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
