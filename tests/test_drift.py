@@ -1,4 +1,4 @@
-"""Copies, not imports: the same name means the same source in every script, and no script imports another."""
+"""Copies, not imports: the same name means the same source in every script; only tools import scripts."""
 
 import ast
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 SCRIPTS = sorted(Path(__file__).parents[1].glob("*.py"))
 OWN_TO_EACH_SCRIPT = {"Args", "main", "train"}
+TOOLS = {"record"}  # they call the scripts and may import them
 
 
 def definitions(source: str) -> dict[str, str]:
@@ -32,7 +33,7 @@ def test_drift_would_be_found():
     assert len(drifted(sources)) == 1
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [path for path in SCRIPTS if path.stem not in TOOLS], ids=lambda path: path.name)
 def test_no_script_imports_another(path):
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
