@@ -11,7 +11,6 @@
 Learn K candidate actions per state from somebody playing with everything on a robot's desk, without any task in mind;
 then train Munchausen DQN on them, for one task after the other. The bang-bang baselines of the paper are here too.
 
-    python aquaplay.py collect
     python aquaplay.py --task open_slide
     python aquaplay.py --task all --discretization bb3
 
@@ -19,22 +18,19 @@ Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
 "Continuous Control with Action Quantization from Demonstrations", ICML 2022.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 import io
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +51,11 @@ CANDIDATE_BLOCK = 500  # candidate-network steps in one call
 START_TEMPERATURE = 0.25  # of the demonstrated actions' variance, unless --temperature-start is given
 EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED + i; --seed stays below it
 BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
-PLAY = "aquadem/robodesk/play-v0"  # what `collect` records unless told otherwise
+PLAY = "aquadem/robodesk/play-v0"  # what `record.py play` records unless told otherwise
+BASE_TASKS = (  # the nine of the paper, what --task all goes through
+    "open_slide open_drawer push_green stack upright_block_off_table flat_block_in_bin flat_block_in_shelf "
+    "lift_upright_block lift_ball"
+).split()
 MESHES = {"bb2": 2, "bb3": 3, "bb5": 5}  # values per action dimension, from -1 to 1 (appendix)
 
 
@@ -69,7 +69,7 @@ class Args:
     """use only the first N episodes of the dataset; default: all"""
     robodesk_rewards: Literal["upstream", "fixed"] = "fixed"
     """upstream: the package's, as in the paper, where "lift" and "off_table" do not reward what they are named after;
-    fixed (not the paper's, and the default because success is what we report): they do; see Desk"""
+    fixed (not the paper's, and the default because success is what we report): they do; see robodesk_env.py"""
     seed: int = 1
     """seed of networks, batches, exploration and environment; equal seeds give bit-identical runs on a CPU"""
     total_timesteps: int = 1_000_000
@@ -146,30 +146,6 @@ class Args:
     candidates = property(lambda self: "learned")  # what the blocks shared with aquadqn.py ask for
 
 
-@dataclasses.dataclass
-class CollectArgs:
-    """Records play on the desk as a Minari dataset: by a script that plays, or by a person."""
-
-    dataset_id: str | None = None
-    """name of the new dataset; default: aquadem/robodesk/play-v0, or human/robodesk/play-v0 with a device"""
-    device: Literal["script", "gamepad", "keyboard"] = "script"
-    """who plays; a person needs a screen and pygame (pip install pygame)"""
-    num_episodes: int = 50
-    """episodes"""
-    episode_steps: int = 9_000
-    """steps of an episode, 50 per second: three minutes"""
-    seed: int = 1
-    """seed of the desk and of the script; the same data whatever the number of processes"""
-    task: str | None = None
-    """store reward and success of this task too, so that the data can serve as demonstrations; default: neither"""
-    robodesk_rewards: Literal["upstream", "fixed"] = "fixed"
-    """as in training; also decides what counts as success in the table that is printed"""
-    capture_video: bool = False
-    """write the first two minutes as play.mp4 into the current folder, also if the data was recorded before"""
-    quiet: bool = False
-    """no progress bar"""
-
-
 class UserError(Exception):
     """One line that says what is wrong and what to do; the program ends with exit code 2."""
 
@@ -213,213 +189,23 @@ def check_play_args(args: Args) -> None:
             require(low <= value <= high, f"--{name.replace('_', '-')} is {value}: give a number from {low} to {high}")
 
 
-# --------------------------------------------------------------------------------------------------- the desk
-
-
-@functools.cache
-def load_desk_model() -> Any:
-    """The package's model, shared by all desks of a process; without shadows and the like, which slow the videos."""
-    import mujoco
-
-    assets = Path(importlib.util.find_spec("robodesk").origin).parent / "assets"
-    model = mujoco.MjModel.from_xml_path(str(assets / "desk.xml"))
-    model.light_castshadow[:], model.mat_reflectance[:], model.vis.quality.offsamples = False, 0, 0
-    return model
-
-
-class Desk(gym.Env):
-    """RoboDesk (Kannan et al. 2021) as a Gymnasium environment, state only: a Franka arm at a desk, 20 ms a step.
-
-    Observation, 76 numbers: 9 joint positions of the robot (7 arm, 2 fingers), their 9 velocities, 3 of the end
-    effector, 29 positions of the things (drawer, slide, 3 buttons, 3 lights, then position and quaternion of ball,
-    upright block, flat block) and their 26 velocities (per free body 3 linear, 3 angular).
-    Action, 5 numbers in [-1, 1]: end effector along x, y, z (1 is a target 1 cm away), wrist, fingers (-1 closed).
-
-    The simulation is that of the package `robodesk`, to the last bit. Its faults are not:
-    - an image in every observation, which needs OpenGL and a Pillow of long ago: none here, `render` is for videos;
-    - object velocities under the name of object positions: here are both;
-    - the end effector observed as a view that moves on after the step: here it is a copy;
-    - random numbers from NumPy's global generator: here from Gymnasium's, so equal seeds give equal episodes;
-    - the objects' initial positions kept as views of the present ones, so that nothing ever counts as moved: "lift"
-      does not reward height, "off_table" not the fall, and "the others stayed" is always true. With rewards="fixed"
-      they are copies; with "upstream" reward and success are the package's.
-    """
-
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}
-    BASE_TASKS = (
-        "open_slide open_drawer push_green stack upright_block_off_table flat_block_in_bin flat_block_in_shelf "
-        "lift_upright_block lift_ball"
-    ).split()
-    OTHER_TASKS = (
-        "push_blue push_red flat_block_off_table ball_off_table upright_block_in_bin ball_in_bin "
-        "upright_block_in_shelf ball_in_shelf lift_flat_block"
-    ).split()
-    OBJECTS = ("ball", "upright_block", "flat_block")
-    SUBSTEPS = 10
-
-    def __init__(
-        self,
-        task: str = "open_slide",
-        rewards: Literal["upstream", "fixed"] = "fixed",
-        episode_steps: int = 500,
-        render_mode: str | None = None,
-    ):
-        import mujoco
-
-        self.task, self.rewards, self.episode_steps, self.render_mode = task, rewards, episode_steps, render_mode
-        self.mujoco, self.model = mujoco, (model := load_desk_model())
-        self.data, self.arm = mujoco.MjData(model), mujoco.MjData(model)  # arm: scratch space of the kinematics
-        self.site, bodies = model.site("end_effector").id, self.OBJECTS + ("red_button", "green_button", "blue_button")
-        self.hand, self.reached = self.data.site_xpos[self.site], self.arm.site_xpos[self.site]  # views
-        self.places = {name: self.data.xpos[model.body(name).id] for name in bodies}  # views
-        self.slide_handle = self.data.site_xpos[model.site("slide_handle").id]
-        self.drawer_handle = self.data.geom_xpos[model.geom("drawer_handle").id]
-        self.bounds, self.jacobian = model.actuator_ctrlrange[:9].copy(), np.empty((3, model.nv))
-        self.renderer: Any = None
-        self.action_space = gym.spaces.Box(-1.0, 1.0, (5,), np.float32)
-        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (76,), np.float32)
-        arguments = {"task": task, "rewards": rewards, "episode_steps": episode_steps}
-        entry_point = f"{Path(__file__).stem}:Desk"
-        self.spec = gym.envs.registration.EnvSpec(f"RoboDesk/{task}-v0", entry_point=entry_point, kwargs=arguments)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        mujoco, model, data, random = self.mujoco, self.model, self.data, self.np_random
-        mujoco.mj_resetData(model, data)
-        with_actuation = model.opt.disableflags
-        model.opt.disableflags = with_actuation | int(mujoco.mjtDisableBit.mjDSBL_ACTUATION)
-        mujoco.mj_forward(model, data)  # where the solver starts from, as in the package
-        model.opt.disableflags = with_actuation
-        joint = {name: data.joint(name).qpos for name in ("drawer_joint", "slide_joint", *self.OBJECTS)}
-        joint["drawer_joint"] -= 0.10 * random.random()  # drawn in the package's order
-        joint["slide_joint"] += 0.20 * random.random()
-        joint["flat_block"][:2] += [0.3 * random.random(), 0.07 * random.random()]
-        joint["ball"][:2] += [0.48 * random.random(), 0.08 * random.random()]
-        joint["upright_block"][:2] += [0.3 * random.random() + 0.05, 0.05 * random.random()]
-        data.qpos[:9] = [-0.30, -0.4, 0.28, -2.5, 0.13, 1.87, 0.91, 0.01, 0.01]
-        data.qpos[:9] += 0.15 * random.uniform(self.bounds[:, 0], self.bounds[:, 1])
-        data.qvel[:9] = 0
-        mujoco.mj_forward(model, data)
-        self.origins = {name: self.places[name].copy() for name in self.OBJECTS}
-        self.steps = 0
-        return self.observe(), {"success": bool(self.reward_and_success()[1])}
-
-    def observe(self) -> np.ndarray:
-        qpos, qvel = self.data.qpos, self.data.qvel
-        return np.concatenate([qpos[:9], qvel[:9], self.hand, qpos[9:], qvel[9:]], dtype=np.float32)
-
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
-        data, action = self.data, np.asarray(action, np.float64)
-        target = self.inverse_kinematics(self.hand + 0.01 * action[:3])
-        (wrist_low, wrist_high), (finger_low, finger_high) = self.bounds[6:8]
-        turn = (action[3] + 1) * (wrist_high - wrist_low) / 2 + wrist_low
-        target[6] = min(max(0.02 * turn + data.qpos[6], wrist_low), wrist_high)
-        target[7:] = (action[4] + 1) * (finger_high - finger_low) / 2 + finger_low
-        data.ctrl[:] = target
-        applied, bias = data.qfrc_applied[:9], data.qfrc_bias[:9]
-        for _ in range(self.SUBSTEPS):
-            applied[:] = bias  # gravity compensation
-            self.mujoco.mj_step2(self.model, data)
-            self.mujoco.mj_step1(self.model, data)
-        self.steps += 1
-        reward, success = self.reward_and_success()
-        return self.observe(), reward, False, self.steps >= self.episode_steps, {"success": success}
-
-    def inverse_kinematics(self, target: np.ndarray) -> np.ndarray:
-        """Joint positions (9,) with the end effector at the target: dm_control's search, on the six joints it may use.
-
-        It differs in speed only. Where dm_control computes collisions, inertias and constraints for every iterate,
-        the position of the arm is enough. Its least squares on the singular matrix J^T J, with a cut-off at rounding
-        error, stays: the joints' drift along the null space depends on it.
-        """
-        mujoco, model, arm = self.mujoco, self.model, self.arm
-        arm.qpos[:9] = self.data.qpos[:9]
-        for _ in range(100):
-            mujoco.mj_kinematics(model, arm)
-            error = target - self.reached
-            distance = math.sqrt(error.dot(error))
-            if distance < 1e-14:
-                break
-            mujoco.mj_comPos(model, arm)
-            mujoco.mj_jacSite(model, arm, self.jacobian, None, self.site)
-            jacobian = self.jacobian[:, [0, 1, 2, 3, 4, 5]]
-            update = np.linalg.lstsq(jacobian.T.dot(jacobian), jacobian.T.dot(error), rcond=-1)[0]
-            norm = math.sqrt(update.dot(update))
-            if distance > 20 * norm:  # hardly any progress
-                break
-            arm.qpos[:6] += update if norm <= 2 else update * (2 / norm)
-        return arm.qpos[:9].copy()
-
-    def reward_and_success(self, task: str | None = None) -> tuple[float, bool]:
-        """The package's dense reward, in [0, 1], and its criterion of success."""
-        task, places, qpos = task or self.task, self.places, self.data.qpos
-        origins = self.origins if self.rewards == "fixed" else places  # the package compares a place with itself
-
-        def near(place: np.ndarray) -> float:
-            return max(0.0, 1 - math.dist(self.hand, place))
-
-        def moved(name: str) -> float:
-            return math.dist(places[name], origins[name])
-
-        thing = next((name for name in self.OBJECTS if name in task), None)
-        others = [name for name in self.OBJECTS if name != thing]
-        if task == "open_slide":
-            stayed = sum(weight * (moved(name) < 0.01) for name, weight in zip(self.OBJECTS, (0.34, 0.33, 0.33)))
-            opened = 0.75 * qpos[10] / 0.6 + 0.25 * near(self.slide_handle - [0.15, 0, 0])
-            reward, success = 0.9 * opened + 0.1 * stayed, qpos[10] > 0.55
-        elif task == "open_drawer":
-            reward, success = 0.75 * abs(qpos[9]) / 0.3 + 0.25 * near(self.drawer_handle), qpos[9] < -0.2
-        elif task.startswith("push_"):
-            colour = task.removeprefix("push_")
-            success = qpos[14 + ("red", "green", "blue").index(colour)] < -0.00453  # the light
-            reward = 0.25 * success + 0.75 * near(places[f"{colour}_button"])
-        elif task == "stack":
-            off = math.dist(places["upright_block"] - places["flat_block"], (0, 0, 0.0377804))
-            reward, success = near(places["upright_block"]) - off, off < 0.04
-        elif task.endswith("_off_table"):
-            fallen = 1 - places[thing][2] / origins[thing][2]
-            stayed = sum(0.1 * (1 - moved(name) / 5) for name in others)
-            reward = 0.75 * max(0, min(1, 0.8 * fallen + stayed)) + 0.25 * near(places[thing])
-            success = places[thing][2] < 0.6 and all(moved(name) < 0.01 for name in others)
-        elif task.endswith("_in_bin"):
-            x, y, z = places[thing]
-            success = 0.28 < x < 0.52 and 0.38 < y < 0.62 and 0 < z < 0.4
-            reward = 0.5 * near(places[thing]) + 0.5 * success
-        elif task.endswith("_in_shelf"):
-            success = places[thing][0] > 0.2 and places[thing][1] > 1.0
-            inside = 1 - math.dist(places[thing][:2], (0.4, 1.1))
-            arrived = 0.33 * near(places[thing]) + 0.33 * inside + 0.34 * success
-            reward = 0.5 * arrived + sum(0.25 * (1 - moved(name) / 5) for name in others)
-        else:  # lift
-            height, enough = places[thing][2], {"upright_block": 0.86, "ball": 0.81, "flat_block": 0.78}[thing]
-            lifted = max(0, min(1, 10 * (height - origins[thing][2])))
-            reward, success = 0.85 * lifted + 0.15 * near(places[thing]), height > enough
-        return float(max(0, min(1, reward))), bool(success)
-
-    def render(self) -> np.ndarray:
-        from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
-
-        if self.renderer is None:
-            camera = {"distance": 1.5, "azimuth": 110.0, "elevation": -35.0, "lookat": np.array([0.0, 0.65, 0.8])}
-            self.renderer = MujocoRenderer(self.model, self.data, camera, width=320, height=240)
-        return self.renderer.render(self.render_mode)
-
-    def close(self) -> None:
-        if self.renderer is not None:
-            self.renderer.close()
-            self.renderer = None
+# ------------------------------------------------------------------------------------------------ environment
 
 
 def make_desk(task: str, rewards: Literal["upstream", "fixed"], render: bool = False) -> gym.Env:
-    """A RoboDesk task by its name, with flat observations."""
+    """A RoboDesk task by its name, with flat observations; robodesk_env.py registers them all."""
     if render and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
-    known = Desk.BASE_TASKS + Desk.OTHER_TASKS
-    require(task in known, f"RoboDesk has no task {task!r}: choose one of {', '.join(known)}")
     installed = importlib.util.find_spec("robodesk")
     require(installed, "RoboDesk is not installed: pip install robodesk==1.0.0 dm_control==1.0.50 mujoco==3.17.0")
+    env_id, mode = f"robodesk_env:RoboDesk/{task}-v0", "rgb_array" if render else None
     with explained(f"cannot make the RoboDesk task {task!r}"):
-        return gym.wrappers.FlattenObservation(Desk(task, rewards, render_mode="rgb_array" if render else None))
+        try:
+            env = gym.make(env_id, robodesk_rewards=rewards, render_mode=mode, disable_env_checker=True)
+        except gym.error.NameNotFound:
+            known = [spec.name for spec in gym.registry.values() if spec.namespace == "RoboDesk"]
+            raise UserError(f"RoboDesk has no task {task!r}: choose one of {', '.join(known)}") from None
+        return gym.wrappers.FlattenObservation(env)
 
 
 def first_observation(env: gym.Env) -> np.ndarray:
@@ -427,437 +213,6 @@ def first_observation(env: gym.Env) -> np.ndarray:
 
 
 # -------------------------------------------------------------------------------------------------- play data
-
-
-Intention = tuple[np.ndarray, float, np.ndarray]
-
-
-class Player:
-    """Somebody who plays with the desk: picks a thing and something to do with it, again and again.
-
-    It sees where things are and moves the fingertips towards them as a person with a gamepad would: fast when far,
-    slow when near, with a filtered, wandering hand, an aim that is off by some millimetres, and pauses. It often fails.
-    It knows nothing of tasks and rewards. The hand's tilt cannot be commanded (the action has no room for it), so what
-    can be grasped depends on how the arm happens to be folded.
-
-    A way to play is a generator of intentions: a place for the fingertips, how far open the fingers (-1 to 1), and the
-    direction along which they should close.
-    """
-
-    FINGERTIP = 0.04  # from the end effector to the point between the fingertips, along the hand
-    BASE, REACH = np.array([0.0, 0.1]), 0.92  # of the arm, seen from above
-    EAST, NORTH, UP = np.eye(3)  # seen from the robot: to the right, away, up
-    stopped = False  # it never has enough
-
-    def __init__(self, desk: Desk, random: np.random.Generator):
-        self.desk, self.random = desk, random
-        self.pose = desk.data.site_xmat[desk.site].reshape(3, 3)  # a view; columns: across, closing direction, forward
-        self.play, self.filtered, self.wander = iter(()), np.zeros(5), np.zeros(5)
-        self.thing: str | None = None  # what it is playing with
-
-    def tip(self) -> np.ndarray:
-        return self.desk.hand + self.FINGERTIP * self.pose[:, 2]
-
-    def act(self) -> np.ndarray:
-        intention = next(self.play, None)
-        if intention is None:
-            self.pace, self.play = self.random.uniform(0.8, 1.0), self.choose()
-            return self.act()
-        place, fingers, closing = intention
-        away = place[:2] - self.BASE  # a stretched arm gets stuck: stay within reach
-        place = np.array([*self.BASE + away * min(1, self.REACH / np.linalg.norm(away)), place[2]])
-        velocity = (place - self.tip()) / 0.02  # full speed until 2 cm before the place
-        velocity = np.clip(velocity, -self.pace, self.pace)
-        across, along = self.pose[:, 0] @ closing, self.pose[:, 1] @ closing
-        turn = math.atan2(-across * np.sign(along or 1), abs(along))  # the fingers are alike: at most a quarter turn
-        if abs(self.desk.data.qpos[6] + turn) > 2.8:
-            turn -= math.copysign(math.pi, turn)  # the wrist would meet its limit: the other way round
-        self.wander += 0.1 * (0.5 * self.random.normal(size=5) - self.wander)
-        wanted = np.array([*velocity, np.clip(2 * turn, -1, 1), fingers])
-        self.filtered += 0.25 * (wanted + self.wander - self.filtered)
-        return np.clip(self.filtered, -1, 1).astype(np.float32)
-
-    def choose(self) -> Iterator[Intention]:
-        """What to play next, often with the same thing; one that fell off the table is out of the game."""
-        desk, random = self.desk, self.random
-        things = [name for name in desk.OBJECTS if desk.places[name][2] > 0.7]
-        if self.thing not in things or random.random() < 0.4:
-            self.thing = random.choice(things) if things else None
-        current = [str(self.thing)] if things else []
-        ways: list[tuple[float, Callable, list]] = [
-            (2, self.press, ["red_button", "green_button", "blue_button"]),
-            (1.5, self.move_slide, [0.0, 0.6]),
-            (2, self.move_drawer, [-0.35, 0.0]),
-            (3, self.carry, current),
-            (2, self.push, current),
-            (2, self.pull, current),
-            (0.5, self.rest, [None]),
-        ]
-        ways = [way for way in ways if way[2]]
-        weights = np.array([weight for weight, _, _ in ways])
-        _, way, choices = ways[random.choice(len(ways), p=weights / weights.sum())]
-        return way(choices[random.integers(len(choices))])
-
-    def reach(
-        self,
-        place: Callable[[], np.ndarray],
-        fingers: float,
-        closing: np.ndarray,
-        patience: int = 250,
-        near: float = 0.015,
-    ) -> Iterator[Intention]:
-        """Until the fingertips are there, hardly come nearer, or patience ends; the aim is a little off."""
-        off, best = self.random.normal(0, 0.004, 3), math.inf
-        for step in range(patience):
-            goal = place() + off
-            yield goal, fingers, closing
-            distance = math.dist(goal, self.tip())
-            if distance < near:
-                return
-            if step % 40 == 39:
-                if best - distance < 0.005:
-                    return
-                best = distance
-
-    def go(
-        self, place: np.ndarray, fingers: float, closing: np.ndarray = EAST, patience: int = 250, near: float = 0.015
-    ) -> Iterator[Intention]:
-        yield from self.reach(lambda: place, fingers, closing, patience, near)
-
-    def stay(self, steps: int, fingers: float, closing: np.ndarray = EAST) -> Iterator[Intention]:
-        place = self.tip()
-        for _ in range(steps):
-            yield place, fingers, closing
-
-    def come_over(self, place: np.ndarray, fingers: float, closing: np.ndarray = EAST) -> Iterator[Intention]:
-        """Up, and across above the things on the table; from under the table or out of the shelf, back first."""
-        x, y, z = self.tip()
-        height = max(self.random.uniform(0.88, 1.0), place[2])
-        if y > 0.85:
-            yield from self.go(np.array([x, 0.7, z]), fingers, closing, near=0.05)
-        if z < 0.75 and y > 0.45:
-            yield from self.go(np.array([x, 0.44, z]), fingers, closing, patience=100, near=0.03)
-        if z < 0.85:
-            x, y, _ = self.tip()
-            yield from self.go(np.array([x, min(y, 0.7), height]), fingers, closing, patience=150, near=0.04)
-        yield from self.go(np.array([place[0], place[1], height]), fingers, closing, near=0.04)
-
-    def rest(self, _: None) -> Iterator[Intention]:
-        yield from self.stay(int(self.random.integers(10, 60)), self.random.uniform(-1, 1))
-
-    def press(self, button: str) -> Iterator[Intention]:
-        place = self.desk.places[button] + [0, 0, 0.03]
-        yield from self.come_over(place, -1)
-        yield from self.go(place + 0.05 * self.UP, -1, near=0.02)
-        yield from self.go(place - 0.03 * self.UP, -1, patience=int(self.random.integers(40, 120)), near=0.0)
-        yield from self.go(place + 0.06 * self.UP, -1, near=0.03)
-
-    def move_slide(self, goal: float) -> Iterator[Intention]:
-        desk = self.desk
-        side = math.copysign(1.0, goal - desk.data.qpos[10])
-        start = desk.slide_handle + [-0.06 * side, 0, self.random.uniform(-0.05, 0.05)]
-        yield from self.come_over(start - 0.12 * self.NORTH, -1)
-        yield from self.go(start, -1)
-        for _ in range(int(self.random.integers(300, 1300))):
-            yield desk.slide_handle + [0.05 * side, 0.0, start[2] - desk.slide_handle[2]], -1.0, self.EAST
-            if abs(desk.data.qpos[10] - goal) < 0.02 or abs(self.tip()[1] - start[1]) > 0.1:
-                break
-        yield from self.go(self.tip() - 0.12 * self.NORTH, -1, near=0.03)
-
-    def move_drawer(self, goal: float) -> Iterator[Intention]:
-        """Open: hook the fingers behind the handle and pull. Close: push it."""
-        desk, opening = self.desk, goal < self.desk.data.qpos[9]
-        x, side = self.random.uniform(-0.05, 0.05), -1 if opening else 1
-
-        def handle(y: float, z: float) -> np.ndarray:
-            return np.array([x, 0.49 + desk.data.qpos[9] + y, 0.665 + z])
-
-        yield from self.come_over(np.array([x, 0.63, 0.88]), -1, self.NORTH)
-        yield from self.go(np.array([x, 0.52, 0.8]), -1, self.NORTH, patience=150)
-        yield from self.reach(lambda: handle(-0.06 * side, 0.0), -1, self.NORTH)
-        for _ in range(int(self.random.integers(100, 400))):
-            yield handle(0.06 * side, -0.05 if opening else 0), -1.0, self.NORTH
-            if abs(desk.data.qpos[9] - goal) < 0.02 or self.tip()[2] > 0.75:
-                break
-        yield from self.go(self.tip() + [0, 0.04 if opening else -0.06, 0.15], -1, near=0.04)
-
-    def carry(self, thing: str) -> Iterator[Intention]:
-        """Grasp it, lift it, carry it somewhere and let go: the table, the flat block, the shelf, the bin."""
-        random, place = self.random, self.desk.places[thing]
-        axes = self.desk.data.body(thing).xmat.reshape(3, 3)
-        closing = axes[:, 1].copy() if thing == "flat_block" else self.EAST  # across the block's short side
-        off_centre = {
-            "ball": np.array([0, 0.006, -0.012]),  # as wide as the open hand: it is taken below its middle
-            "upright_block": random.uniform(-0.03, 0.05) * self.UP,
-            "flat_block": random.uniform(-0.05, 0.05) * axes[:, 0],
-        }[thing]
-
-        def grip() -> np.ndarray:
-            return place + off_centre
-
-        yield from self.come_over(place - 0.12 * self.NORTH, 1, closing)
-        yield from self.reach(lambda: grip() - 0.1 * self.pose[:, 2], 1, closing, near=0.02)
-        yield from self.reach(grip, 1, closing, patience=120, near=0.012)
-        yield from self.stay(int(random.integers(25, 45)), -1, closing)
-        yield from self.go(self.tip() + random.uniform(0.05, 0.2) * self.UP, -1, closing, near=0.02)
-        if self.desk.data.qpos[7:9].sum() < 0.03:
-            return  # nothing in the hand
-        somewhere = (random.uniform(-0.4, 0.45), random.uniform(0.62, 0.8), 0.85)
-        on_the_block, over_the_bin = self.desk.places["flat_block"] + [0, 0, 0.1], (0.4, 0.53, 0.8)
-        in_the_shelf = (random.uniform(0.25, 0.5), 1.02, 0.85)
-        target = np.array(
-            [somewhere, on_the_block, in_the_shelf, over_the_bin][random.choice(4, p=[0.6, 0.2, 0.1, 0.1])]
-        )
-        yield from self.go(target + 0.08 * self.UP, -1, closing, patience=400, near=0.03)
-        yield from self.go(target, -1, closing, patience=80, near=0.02)
-        yield from self.stay(25, 1, closing)
-        yield from self.go(self.tip() + [0, -0.05, 0.1], 1, closing, near=0.03)
-
-    def push(self, thing: str) -> Iterator[Intention]:
-        """Away from the robot or to a side, with closed fingers."""
-        random, place = self.random, self.desk.places[thing]
-        direction = [self.EAST, -self.EAST, self.NORTH][random.choice(3, p=[0.25, 0.25, 0.5])]
-        half = {"ball": 0.04, "upright_block": 0.023, "flat_block": 0.08 if direction[0] else 0.035}[thing]
-        height = random.uniform(-0.06, 0.08) if thing == "upright_block" else 0.0
-        aside = random.uniform(-0.07, 0.07) if thing == "flat_block" and direction[1] else 0.0  # turns it
-        start = place - (half + 0.04) * direction + height * self.UP + aside * self.EAST
-        yield from self.come_over(start - 0.05 * self.NORTH, -1)
-        yield from self.go(start, -1)
-        way = random.uniform(0.1, 0.5) * direction + random.normal(0, 0.05) * self.EAST
-        yield from self.go(start + way, -1, patience=450)
-        yield from self.go(self.tip() + [0, -0.05, 0.1], -1, near=0.04)
-
-    def pull(self, thing: str) -> Iterator[Intention]:
-        """Towards the robot: the fingers come down behind it. The upright block is taken at its top, and topples."""
-        random, place = self.random, self.desk.places[thing]
-        behind, height = {"ball": (0.06, -0.015), "upright_block": (0.055, 0.07), "flat_block": (0.065, 0.0)}[thing]
-        aside = random.uniform(-0.06, 0.06) if thing == "flat_block" else random.normal(0, 0.01)
-        start = place + [aside, behind, height]
-        yield from self.come_over(start, -1)
-        yield from self.go(start + 0.05 * self.UP, -1, near=0.02)
-        yield from self.go(start, -1)
-        way = np.array([random.normal(0, 0.08), -random.uniform(0.03, 0.22), -0.01])
-        yield from self.go(start + way, -1, patience=350)
-        yield from self.go(self.tip() + 0.12 * self.UP, -1, near=0.04)
-
-
-class PlayEpisode(NamedTuple):
-    observations: np.ndarray  # (T + 1, 76)
-    actions: np.ndarray  # (T, 5)
-    rewards: np.ndarray  # (T,) of --task, else 0
-    successes: np.ndarray  # (T + 1,) of --task; the first is the reset's
-    reached: list[str]  # tasks whose criterion was met at some step; the player does not know
-
-
-class Person:
-    """A person at a gamepad or a keyboard, with the desk on the screen.
-
-    Gamepad: left stick right and away, right stick up and wrist, right trigger or button A closes the fingers.
-    Keyboard: arrows right and away, W and S up and down, A and D wrist, space closes the fingers. Escape stops.
-    """
-
-    def __init__(self, desk: Desk, device: str):
-        with explained("a person needs pygame (pip install pygame)"):
-            os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
-            import pygame
-        self.pygame, self.desk, self.device, self.stopped = pygame, desk, device, False
-        desk.render_mode = "rgb_array"
-        screens = [os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")]
-        require(sys.platform != "linux" or any(screens), "no screen to show the desk on: run this at a desktop")
-        with explained("no screen to show the desk on"):
-            pygame.display.init()
-            self.screen = pygame.display.set_mode((960, 720))
-        pygame.display.set_caption("RoboDesk: Escape stops")
-        self.clock, self.shown = pygame.time.Clock(), 0
-        if device == "gamepad":
-            from pygame._sdl2 import controller  # the same names for the sticks of every make
-
-            controller.init()
-            require(controller.get_count(), "no gamepad found: plug one in, or use --device keyboard")
-            self.pad = controller.Controller(0)
-
-    def act(self) -> np.ndarray:
-        pygame = self.pygame
-        for event in pygame.event.get():
-            escape = event.type == pygame.KEYDOWN and event.key == pygame.K_ESCAPE
-            self.stopped = self.stopped or escape or event.type == pygame.QUIT
-        if self.shown % 2 == 0:  # 25 pictures a second
-            picture = pygame.surfarray.make_surface(render(self.desk).swapaxes(0, 1))
-            self.screen.blit(pygame.transform.scale(picture, self.screen.get_size()), (0, 0))
-            pygame.display.flip()
-        self.shown += 1
-        self.clock.tick(self.desk.metadata["render_fps"])
-        return (self.read_gamepad() if self.device == "gamepad" else self.read_keyboard()).astype(np.float32)
-
-    def read_gamepad(self) -> np.ndarray:
-        pygame = self.pygame
-        names = ("LEFTX", "LEFTY", "RIGHTY", "RIGHTX", "TRIGGERRIGHT")
-        axes = [self.pad.get_axis(getattr(pygame, f"CONTROLLER_AXIS_{name}")) / 32768 for name in names]
-        x, y, z, wrist, trigger = (axis if abs(axis) > 0.1 else 0.0 for axis in axes)  # worn sticks do not rest at 0
-        closed = trigger > 0.5 or self.pad.get_button(pygame.CONTROLLER_BUTTON_A)
-        return np.array([x, -y, -z, wrist, -1 if closed else 1])
-
-    def read_keyboard(self) -> np.ndarray:
-        pygame, down = self.pygame, self.pygame.key.get_pressed()
-
-        def both(plus: int, minus: int) -> float:
-            return float(down[plus]) - float(down[minus])
-
-        moves = [(pygame.K_RIGHT, pygame.K_LEFT), (pygame.K_UP, pygame.K_DOWN), (pygame.K_w, pygame.K_s)]
-        return np.array([both(*keys) for keys in [*moves, (pygame.K_d, pygame.K_a)]] + [1 - 2 * down[pygame.K_SPACE]])
-
-
-def record_person(args: CollectArgs) -> list[PlayEpisode]:
-    """Episodes until there are enough or the person stops; the one that was being played is kept up to there."""
-    episodes, person = [], None
-
-    def make_player(desk: Desk, _: np.random.Generator) -> Person:
-        nonlocal person
-        person = Person(desk, args.device)
-        return person
-
-    while len(episodes) < args.num_episodes and not (person and person.stopped):
-        episodes.append(record_episode(args, len(episodes), make_player))
-        person.desk.close()
-    return episodes
-
-
-def episode_seeds(args: CollectArgs, index: int) -> list[int]:
-    """For the desk and for the player."""
-    return np.random.SeedSequence([args.seed, index]).generate_state(2).tolist()
-
-
-def record_episode(
-    args: CollectArgs, index: int, make_player: Callable[[Desk, np.random.Generator], Any]
-) -> PlayEpisode:
-    """One episode; it depends on the seed and its index only."""
-    desk = Desk(args.task or "open_slide", args.robodesk_rewards, args.episode_steps)
-    desk_seed, player_seed = episode_seeds(args, index)
-    observation, info = desk.reset(seed=desk_seed)
-    player = make_player(desk, np.random.default_rng(player_seed))
-    observations, actions, rewards, successes, ended, reached = [observation], [], [], [info["success"]], False, set()
-    while not (ended or player.stopped):
-        actions.append(player.act())
-        observation, reward, _, ended, info = desk.step(actions[-1])
-        observations.append(observation)
-        rewards.append(reward if args.task else 0.0)
-        successes.append(info["success"])
-        for task in set(Desk.BASE_TASKS + Desk.OTHER_TASKS) - reached:
-            if desk.reward_and_success(task)[1]:
-                reached.add(task)
-    return PlayEpisode(*map(np.array, (observations, actions, rewards, successes)), sorted(reached))
-
-
-def record_script(args: CollectArgs, index: int) -> PlayEpisode:
-    return record_episode(args, index, Player)
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def record_all(args: CollectArgs) -> list[PlayEpisode]:
-    if args.device != "script":
-        return record_person(args)
-    processes = min(args.num_episodes, usable_cores())
-    progress = {"desc": "play", "total": args.num_episodes, "unit": "episode", "disable": args.quiet}
-    if processes == 1:
-        return [record_script(args, index) for index in tqdm(range(args.num_episodes), **progress)]
-    context = multiprocessing.get_context("spawn")  # JAX does not survive a fork
-    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
-        return list(tqdm(pool.map(functools.partial(record_script, args), range(args.num_episodes)), **progress))
-
-
-@contextlib.contextmanager
-def whole_dataset(dataset_id: str) -> Iterator[None]:
-    """Minari writes a dataset piece by piece. Here it does so in a hidden folder, and the dataset gets its place once
-    it is whole: a kill leaves nothing that looks like one."""
-    from minari.namespace import create_namespace, list_local_namespaces
-    from minari.storage import get_dataset_path
-
-    root, namespace, setting = get_dataset_path(), dataset_id.rpartition("/")[0], "MINARI_DATASETS_PATH"
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=root) as hidden:
-        before = {setting: os.environ[setting]} if setting in os.environ else {}
-        os.environ[setting] = hidden
-        try:
-            yield
-        finally:
-            del os.environ[setting]
-            os.environ.update(before)
-        if namespace and namespace not in list_local_namespaces():
-            create_namespace(namespace)
-        (Path(hidden) / dataset_id).rename(root / dataset_id)
-
-
-def collect(args: CollectArgs) -> str:
-    """Records a dataset, or finds the one that was recorded before; prints how often each task's goal was reached."""
-    import minari
-
-    for name in ("num_episodes", "episode_steps"):
-        require(getattr(args, name) >= 1, f"--{name.replace('_', '-')} is {getattr(args, name)}: give at least 1")
-    require(0 <= args.seed < EVALUATION_SEED, f"--seed is {args.seed}: give a number from 0 to {EVALUATION_SEED - 1}")
-    desk = make_desk(args.task or "open_slide", args.robodesk_rewards).unwrapped
-    dataset_id = args.dataset_id or (PLAY if args.device == "script" else "human/robodesk/play-v0")
-    well_formed = re.fullmatch(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+", dataset_id)
-    require(well_formed, f"{dataset_id!r} is not a Minari id: give one like {PLAY}")
-    settings = {
-        key: value
-        for key, value in dataclasses.asdict(args).items()
-        if key not in ("dataset_id", "capture_video", "quiet")
-    }
-    try:
-        with contextlib.suppress(FileNotFoundError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dataset = minari.load_dataset(dataset_id)
-            metadata = dataset.storage.metadata
-            other = f"dataset {dataset_id!r} was recorded with other settings: name a new one with --dataset-id"
-            require(metadata.get("play_settings") == settings, other)
-            print(f"{dataset_id} was recorded before", file=sys.stderr)
-            print_reached(metadata["play_reached"], dataset.total_episodes)
-            if args.capture_video:
-                film(args, dataset[0].actions)
-            return dataset_id
-    except (ValueError, KeyError, OSError) as error:
-        raise UserError(f"cannot read dataset {dataset_id!r}: {error}") from None
-    episodes = record_all(args)
-    buffers = []
-    for index, episode in enumerate(episodes):
-        ends = np.arange(len(episode.actions)) == len(episode.actions) - 1
-        infos = {"success": episode.successes} if args.task else None
-        fields = (episode.observations, episode.actions, episode.rewards, np.zeros_like(ends), ends, infos)
-        buffers.append(minari.data_collector.EpisodeBuffer(index, None, None, *fields))
-    with warnings.catch_warnings(), explained(f"cannot write dataset {dataset_id!r}"), whole_dataset(dataset_id):
-        warnings.simplefilter("ignore")  # advice for those who publish datasets
-        dataset = minari.create_dataset_from_buffers(
-            dataset_id, buffers, action_space=desk.action_space, observation_space=desk.observation_space
-        )
-        reached = {
-            task: sum(task in episode.reached for episode in episodes) for task in desk.BASE_TASKS + desk.OTHER_TASKS
-        }
-        dataset.storage.update_metadata({"play_settings": settings, "play_reached": reached})
-    print_reached(reached, len(episodes))
-    if args.capture_video:
-        film(args, episodes[0].actions)
-    return dataset_id
-
-
-def film(args: CollectArgs, actions: np.ndarray) -> None:
-    """The beginning of the first episode once more, in pictures: equal seeds and actions give equal episodes."""
-    env, frames = make_desk(args.task or "open_slide", args.robodesk_rewards, render=True), []
-    env.reset(seed=episode_seeds(args, 0)[0])
-    for step, action in enumerate(tqdm(actions[:6000], desc="video", unit="step", disable=args.quiet)):
-        env.step(action)
-        if step % 5 == 0:
-            frames.append(render(env))
-    env.close()
-    write_video(Path("play.mp4"), frames, fps=env.metadata["render_fps"] // 5)
-
-
-def print_reached(reached: dict[str, int], episodes: int) -> None:
-    base = sum(reached[task] > 0 for task in Desk.BASE_TASKS)
-    print(f"goals reached by chance, in how many of {episodes} episodes ({base} of the 9 base tasks):")
-    for task, count in reached.items():
-        print(f"  {task:26}{count:4}{'' if task in Desk.BASE_TASKS else '  (not a base task)'}")
 
 
 class Demonstrations(NamedTuple):
@@ -1679,6 +1034,17 @@ def make_candidates(args: Args, run: Path, demos: Demonstrations | None, box: An
     return network, params
 
 
+def call_recorder(quiet: bool) -> None:
+    """Calls the recorder; what goes wrong there it says itself."""
+    recorder = Path(__file__).resolve().parent / "record.py"
+    require(recorder.exists(), f"there is no play yet and no {recorder.name} here to record it: give --dataset-id")
+    print(f"there is no play yet: recording {PLAY}, once, by python {recorder.name} play", file=sys.stderr)
+    command = [sys.executable, str(recorder), "play", "--dataset-id", PLAY]
+    done = subprocess.run([*command, "--quiet"] if quiet else command)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
 def load_play(args: Args, env: gym.Env) -> Demonstrations:
     """The play data, without rewards; the default set is recorded if it is not there yet."""
     import minari
@@ -1688,8 +1054,7 @@ def load_play(args: Args, env: gym.Env) -> Demonstrations:
         try:
             minari.load_dataset(PLAY)
         except FileNotFoundError:
-            print(f"there is no play yet: recording {PLAY}, once", file=sys.stderr)
-            collect(CollectArgs(quiet=args.quiet))
+            call_recorder(args.quiet)
         except Exception:
             pass  # load_demonstrations says what is wrong with it
     return load_demonstrations(args.dataset_id, env, sparse=False, num_demos=args.num_demos)
@@ -1731,7 +1096,7 @@ def train(args: Args) -> tuple[Path, Evaluation]:
 def train_all(args: Args) -> None:
     """The nine base tasks one after the other, then the table of their last evaluations."""
     rows = []
-    for task in Desk.BASE_TASKS:
+    for task in BASE_TASKS:
         run, result = train(dataclasses.replace(args, task=task))
         rows.append(f"| {task} | {result.returns.mean():.1f} | {result.successes.mean():.2f} | {run} |")
     print("\n".join(["| task | return | success | run |", "|---|---|---|---|", *rows]))
@@ -1787,9 +1152,6 @@ def resumed_args(args: Args) -> Args:
 
 def main() -> None:
     try:
-        if sys.argv[1:2] == ["collect"]:
-            collect(tyro.cli(CollectArgs, args=sys.argv[2:], prog=f"{Path(__file__).name} collect"))
-            return
         args = tyro.cli(Args, description=__doc__)
         if args.evaluate:
             evaluate_play_run(args)

@@ -16,8 +16,8 @@
     python sac_baselines.py --evaluate runs/AdroitHandDoor-v1__sac__1__1700000000 --capture-video
 
 Soft actor-critic with an adaptive temperature; SACfD mixes demonstrations into its batches; GAIL replaces the reward
-by what a discriminator between demonstrator and agent says. With `--record-dataset me/hopper/medium-v0`, in training
-or with --evaluate, a run becomes two Minari datasets: its replay so far and rollouts of its policy.
+by what a discriminator between demonstrator and agent says. `record.py rollouts RUN` makes two Minari datasets of a
+run: its replay and rollouts of its policy.
 
 Haarnoja et al.: "Soft Actor-Critic Algorithms and Applications", 2018. Ho, Ermon: "Generative Adversarial Imitation
 Learning", NeurIPS 2016. Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin: "Continuous Control with Action
@@ -26,7 +26,6 @@ Quantization from Demonstrations", ICML 2022.
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import io
 import json
@@ -35,7 +34,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -67,13 +65,6 @@ SINKHORN_THRESHOLD = 5e-3  # the iterations end when the plan's marginals are of
 SINKHORN_SEED = 0  # of the drawing: the distance is the same function of the states in every run
 HUMAN_EPISODES, HUMAN_REPETITIONS = 5, 100  # section 4.2
 
-# D4RL's returns of a random and of an expert policy, between which a score is normalised; of its older task versions.
-REFERENCE_SCORES = {
-    "HalfCheetah": (-280.178953, 12135.0),
-    "Hopper": (-20.272305, 3234.3),
-    "Walker2d": (1.629008, 4592.3),
-}
-
 
 @dataclasses.dataclass
 class Args:
@@ -82,7 +73,7 @@ class Args:
     reward: Literal["sparse", "env"] | None = None
     """sparse: 1 at every step with info["success"], else 0; default: sparse if a Gymnasium id reports success"""
     robodesk_rewards: Literal["upstream", "fixed"] = "fixed"
-    """of the desk: the package's, or those where "lift" and "off_table" reward what they are named after; see Desk"""
+    """of the desk: the package's, or those that "lift" and "off_table" are named after; see robodesk_env.py"""
     seed: int = 1
     """seed of networks, batches, exploration and environment; equal seeds give bit-identical runs on a CPU"""
     total_timesteps: int = 1_000_000
@@ -117,10 +108,6 @@ class Args:
     """run folder to continue, with its own arguments"""
     evaluate: str | None = None
     """run folder to evaluate instead of training"""
-    record_dataset: str | None = None
-    """Minari id of a new dataset: rollouts of the run's policy; <name>-replay-v<N> gets the replay so far"""
-    record_steps: int = 100_000
-    """steps of those rollouts (not from the paper)"""
     capture_video: bool = False
     """record videos of evaluation episodes"""
     track: bool = False
@@ -216,7 +203,7 @@ def explained(what: str) -> Iterator[None]:
 
 def check_sac_args(args: Args) -> None:
     counts = "num_demos batch_size n_step total_timesteps eval_every eval_episodes buffer_size checkpoint_every"
-    bounds = dict.fromkeys(f"{counts} record_steps discriminator_units".split(), (1, math.inf))
+    bounds = dict.fromkeys(f"{counts} discriminator_units".split(), (1, math.inf))
     bounds |= dict.fromkeys(["learning_starts", "discriminator_layers", "discriminator_weight_decay"], (0, math.inf))
     bounds |= dict.fromkeys(["demo_ratio", "gamma", "tau", "reward_balance"], (0, 1))
     bounds |= dict.fromkeys(["discriminator_input_dropout", "discriminator_hidden_dropout"], (0, 0.99))
@@ -226,217 +213,6 @@ def check_sac_args(args: Args) -> None:
         value = getattr(args, name, None)
         if value is not None:
             require(low <= value <= high, f"--{name.replace('_', '-')} is {value}: give a number from {low} to {high}")
-    if args.record_dataset:
-        check_recording(args.record_dataset)
-
-
-# --------------------------------------------------------------------------------------------------- the desk
-
-
-@functools.cache
-def load_desk_model() -> Any:
-    """The package's model, shared by all desks of a process; without shadows and the like, which slow the videos."""
-    import mujoco
-
-    assets = Path(importlib.util.find_spec("robodesk").origin).parent / "assets"
-    model = mujoco.MjModel.from_xml_path(str(assets / "desk.xml"))
-    model.light_castshadow[:], model.mat_reflectance[:], model.vis.quality.offsamples = False, 0, 0
-    return model
-
-
-class Desk(gym.Env):
-    """RoboDesk (Kannan et al. 2021) as a Gymnasium environment, state only: a Franka arm at a desk, 20 ms a step.
-
-    Observation, 76 numbers: 9 joint positions of the robot (7 arm, 2 fingers), their 9 velocities, 3 of the end
-    effector, 29 positions of the things (drawer, slide, 3 buttons, 3 lights, then position and quaternion of ball,
-    upright block, flat block) and their 26 velocities (per free body 3 linear, 3 angular).
-    Action, 5 numbers in [-1, 1]: end effector along x, y, z (1 is a target 1 cm away), wrist, fingers (-1 closed).
-
-    The simulation is that of the package `robodesk`, to the last bit. Its faults are not:
-    - an image in every observation, which needs OpenGL and a Pillow of long ago: none here, `render` is for videos;
-    - object velocities under the name of object positions: here are both;
-    - the end effector observed as a view that moves on after the step: here it is a copy;
-    - random numbers from NumPy's global generator: here from Gymnasium's, so equal seeds give equal episodes;
-    - the objects' initial positions kept as views of the present ones, so that nothing ever counts as moved: "lift"
-      does not reward height, "off_table" not the fall, and "the others stayed" is always true. With rewards="fixed"
-      they are copies; with "upstream" reward and success are the package's.
-    """
-
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}
-    BASE_TASKS = (
-        "open_slide open_drawer push_green stack upright_block_off_table flat_block_in_bin flat_block_in_shelf "
-        "lift_upright_block lift_ball"
-    ).split()
-    OTHER_TASKS = (
-        "push_blue push_red flat_block_off_table ball_off_table upright_block_in_bin ball_in_bin "
-        "upright_block_in_shelf ball_in_shelf lift_flat_block"
-    ).split()
-    OBJECTS = ("ball", "upright_block", "flat_block")
-    SUBSTEPS = 10
-
-    def __init__(
-        self,
-        task: str = "open_slide",
-        rewards: Literal["upstream", "fixed"] = "fixed",
-        episode_steps: int = 500,
-        render_mode: str | None = None,
-    ):
-        import mujoco
-
-        self.task, self.rewards, self.episode_steps, self.render_mode = task, rewards, episode_steps, render_mode
-        self.mujoco, self.model = mujoco, (model := load_desk_model())
-        self.data, self.arm = mujoco.MjData(model), mujoco.MjData(model)  # arm: scratch space of the kinematics
-        self.site, bodies = model.site("end_effector").id, self.OBJECTS + ("red_button", "green_button", "blue_button")
-        self.hand, self.reached = self.data.site_xpos[self.site], self.arm.site_xpos[self.site]  # views
-        self.places = {name: self.data.xpos[model.body(name).id] for name in bodies}  # views
-        self.slide_handle = self.data.site_xpos[model.site("slide_handle").id]
-        self.drawer_handle = self.data.geom_xpos[model.geom("drawer_handle").id]
-        self.bounds, self.jacobian = model.actuator_ctrlrange[:9].copy(), np.empty((3, model.nv))
-        self.renderer: Any = None
-        self.action_space = gym.spaces.Box(-1.0, 1.0, (5,), np.float32)
-        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (76,), np.float32)
-        arguments = {"task": task, "rewards": rewards, "episode_steps": episode_steps}
-        entry_point = f"{Path(__file__).stem}:Desk"
-        self.spec = gym.envs.registration.EnvSpec(f"RoboDesk/{task}-v0", entry_point=entry_point, kwargs=arguments)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        mujoco, model, data, random = self.mujoco, self.model, self.data, self.np_random
-        mujoco.mj_resetData(model, data)
-        with_actuation = model.opt.disableflags
-        model.opt.disableflags = with_actuation | int(mujoco.mjtDisableBit.mjDSBL_ACTUATION)
-        mujoco.mj_forward(model, data)  # where the solver starts from, as in the package
-        model.opt.disableflags = with_actuation
-        joint = {name: data.joint(name).qpos for name in ("drawer_joint", "slide_joint", *self.OBJECTS)}
-        joint["drawer_joint"] -= 0.10 * random.random()  # drawn in the package's order
-        joint["slide_joint"] += 0.20 * random.random()
-        joint["flat_block"][:2] += [0.3 * random.random(), 0.07 * random.random()]
-        joint["ball"][:2] += [0.48 * random.random(), 0.08 * random.random()]
-        joint["upright_block"][:2] += [0.3 * random.random() + 0.05, 0.05 * random.random()]
-        data.qpos[:9] = [-0.30, -0.4, 0.28, -2.5, 0.13, 1.87, 0.91, 0.01, 0.01]
-        data.qpos[:9] += 0.15 * random.uniform(self.bounds[:, 0], self.bounds[:, 1])
-        data.qvel[:9] = 0
-        mujoco.mj_forward(model, data)
-        self.origins = {name: self.places[name].copy() for name in self.OBJECTS}
-        self.steps = 0
-        return self.observe(), {"success": bool(self.reward_and_success()[1])}
-
-    def observe(self) -> np.ndarray:
-        qpos, qvel = self.data.qpos, self.data.qvel
-        return np.concatenate([qpos[:9], qvel[:9], self.hand, qpos[9:], qvel[9:]], dtype=np.float32)
-
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
-        data, action = self.data, np.asarray(action, np.float64)
-        target = self.inverse_kinematics(self.hand + 0.01 * action[:3])
-        (wrist_low, wrist_high), (finger_low, finger_high) = self.bounds[6:8]
-        turn = (action[3] + 1) * (wrist_high - wrist_low) / 2 + wrist_low
-        target[6] = min(max(0.02 * turn + data.qpos[6], wrist_low), wrist_high)
-        target[7:] = (action[4] + 1) * (finger_high - finger_low) / 2 + finger_low
-        data.ctrl[:] = target
-        applied, bias = data.qfrc_applied[:9], data.qfrc_bias[:9]
-        for _ in range(self.SUBSTEPS):
-            applied[:] = bias  # gravity compensation
-            self.mujoco.mj_step2(self.model, data)
-            self.mujoco.mj_step1(self.model, data)
-        self.steps += 1
-        reward, success = self.reward_and_success()
-        return self.observe(), reward, False, self.steps >= self.episode_steps, {"success": success}
-
-    def inverse_kinematics(self, target: np.ndarray) -> np.ndarray:
-        """Joint positions (9,) with the end effector at the target: dm_control's search, on the six joints it may use.
-
-        It differs in speed only. Where dm_control computes collisions, inertias and constraints for every iterate,
-        the position of the arm is enough. Its least squares on the singular matrix J^T J, with a cut-off at rounding
-        error, stays: the joints' drift along the null space depends on it.
-        """
-        mujoco, model, arm = self.mujoco, self.model, self.arm
-        arm.qpos[:9] = self.data.qpos[:9]
-        for _ in range(100):
-            mujoco.mj_kinematics(model, arm)
-            error = target - self.reached
-            distance = math.sqrt(error.dot(error))
-            if distance < 1e-14:
-                break
-            mujoco.mj_comPos(model, arm)
-            mujoco.mj_jacSite(model, arm, self.jacobian, None, self.site)
-            jacobian = self.jacobian[:, [0, 1, 2, 3, 4, 5]]
-            update = np.linalg.lstsq(jacobian.T.dot(jacobian), jacobian.T.dot(error), rcond=-1)[0]
-            norm = math.sqrt(update.dot(update))
-            if distance > 20 * norm:  # hardly any progress
-                break
-            arm.qpos[:6] += update if norm <= 2 else update * (2 / norm)
-        return arm.qpos[:9].copy()
-
-    def reward_and_success(self, task: str | None = None) -> tuple[float, bool]:
-        """The package's dense reward, in [0, 1], and its criterion of success."""
-        task, places, qpos = task or self.task, self.places, self.data.qpos
-        origins = self.origins if self.rewards == "fixed" else places  # the package compares a place with itself
-
-        def near(place: np.ndarray) -> float:
-            return max(0.0, 1 - math.dist(self.hand, place))
-
-        def moved(name: str) -> float:
-            return math.dist(places[name], origins[name])
-
-        thing = next((name for name in self.OBJECTS if name in task), None)
-        others = [name for name in self.OBJECTS if name != thing]
-        if task == "open_slide":
-            stayed = sum(weight * (moved(name) < 0.01) for name, weight in zip(self.OBJECTS, (0.34, 0.33, 0.33)))
-            opened = 0.75 * qpos[10] / 0.6 + 0.25 * near(self.slide_handle - [0.15, 0, 0])
-            reward, success = 0.9 * opened + 0.1 * stayed, qpos[10] > 0.55
-        elif task == "open_drawer":
-            reward, success = 0.75 * abs(qpos[9]) / 0.3 + 0.25 * near(self.drawer_handle), qpos[9] < -0.2
-        elif task.startswith("push_"):
-            colour = task.removeprefix("push_")
-            success = qpos[14 + ("red", "green", "blue").index(colour)] < -0.00453  # the light
-            reward = 0.25 * success + 0.75 * near(places[f"{colour}_button"])
-        elif task == "stack":
-            off = math.dist(places["upright_block"] - places["flat_block"], (0, 0, 0.0377804))
-            reward, success = near(places["upright_block"]) - off, off < 0.04
-        elif task.endswith("_off_table"):
-            fallen = 1 - places[thing][2] / origins[thing][2]
-            stayed = sum(0.1 * (1 - moved(name) / 5) for name in others)
-            reward = 0.75 * max(0, min(1, 0.8 * fallen + stayed)) + 0.25 * near(places[thing])
-            success = places[thing][2] < 0.6 and all(moved(name) < 0.01 for name in others)
-        elif task.endswith("_in_bin"):
-            x, y, z = places[thing]
-            success = 0.28 < x < 0.52 and 0.38 < y < 0.62 and 0 < z < 0.4
-            reward = 0.5 * near(places[thing]) + 0.5 * success
-        elif task.endswith("_in_shelf"):
-            success = places[thing][0] > 0.2 and places[thing][1] > 1.0
-            inside = 1 - math.dist(places[thing][:2], (0.4, 1.1))
-            arrived = 0.33 * near(places[thing]) + 0.33 * inside + 0.34 * success
-            reward = 0.5 * arrived + sum(0.25 * (1 - moved(name) / 5) for name in others)
-        else:  # lift
-            height, enough = places[thing][2], {"upright_block": 0.86, "ball": 0.81, "flat_block": 0.78}[thing]
-            lifted = max(0, min(1, 10 * (height - origins[thing][2])))
-            reward, success = 0.85 * lifted + 0.15 * near(places[thing]), height > enough
-        return float(max(0, min(1, reward))), bool(success)
-
-    def render(self) -> np.ndarray:
-        from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
-
-        if self.renderer is None:
-            camera = {"distance": 1.5, "azimuth": 110.0, "elevation": -35.0, "lookat": np.array([0.0, 0.65, 0.8])}
-            self.renderer = MujocoRenderer(self.model, self.data, camera, width=320, height=240)
-        return self.renderer.render(self.render_mode)
-
-    def close(self) -> None:
-        if self.renderer is not None:
-            self.renderer.close()
-            self.renderer = None
-
-
-def make_desk(task: str, rewards: Literal["upstream", "fixed"], render: bool = False) -> gym.Env:
-    """A RoboDesk task by its name, with flat observations."""
-    if render and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
-    known = Desk.BASE_TASKS + Desk.OTHER_TASKS
-    require(task in known, f"RoboDesk has no task {task!r}: choose one of {', '.join(known)}")
-    installed = importlib.util.find_spec("robodesk")
-    require(installed, "RoboDesk is not installed: pip install robodesk==1.0.0 dm_control==1.0.50 mujoco==3.17.0")
-    with explained(f"cannot make the RoboDesk task {task!r}"):
-        return gym.wrappers.FlattenObservation(Desk(task, rewards, render_mode="rgb_array" if render else None))
 
 
 # ------------------------------------------------------------------------------------------------ environment
@@ -488,12 +264,28 @@ def make_env(env_id: str, reward: str | None, render: bool = False) -> gym.Env:
     return gym.wrappers.FlattenObservation(env)
 
 
+def make_desk(task: str, rewards: Literal["upstream", "fixed"], render: bool = False) -> gym.Env:
+    """A RoboDesk task by its name, with flat observations; robodesk_env.py registers them all."""
+    if render and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
+    installed = importlib.util.find_spec("robodesk")
+    require(installed, "RoboDesk is not installed: pip install robodesk==1.0.0 dm_control==1.0.50 mujoco==3.17.0")
+    env_id, mode = f"robodesk_env:RoboDesk/{task}-v0", "rgb_array" if render else None
+    with explained(f"cannot make the RoboDesk task {task!r}"):
+        try:
+            env = gym.make(env_id, robodesk_rewards=rewards, render_mode=mode, disable_env_checker=True)
+        except gym.error.NameNotFound:
+            known = [spec.name for spec in gym.registry.values() if spec.namespace == "RoboDesk"]
+            raise UserError(f"RoboDesk has no task {task!r}: choose one of {', '.join(known)}") from None
+        return gym.wrappers.FlattenObservation(env)
+
+
 def make_task(args: Args, render: bool = False) -> gym.Env:
     """RoboDesk-<task>, with its dense reward unless told otherwise, or else any Gymnasium environment."""
     if not args.env_id.startswith("RoboDesk-"):
         return make_env(args.env_id, args.reward, render)
     desk = make_desk(args.env_id.removeprefix("RoboDesk-"), args.robodesk_rewards, render)
-    return gym.wrappers.FlattenObservation(SparseReward(desk.unwrapped)) if args.reward == "sparse" else desk
+    return gym.wrappers.FlattenObservation(SparseReward(desk.env)) if args.reward == "sparse" else desk
 
 
 def first_observation(env: gym.Env) -> np.ndarray:
@@ -1271,123 +1063,6 @@ def load_actor(run: Path, env: gym.Env) -> tuple[Any, dict]:
     return load_arrays(run / "agent.npz", template)
 
 
-# --------------------------------------------------------------------------------------------------- datasets
-
-
-def recording_ids(dataset_id: str) -> list[str]:
-    """Of the replay and of the rollouts: a Minari id ends with its version."""
-    return [re.sub(r"(-v\d+)$", r"-replay\1", dataset_id), dataset_id]
-
-
-def check_recording(dataset_id: str) -> None:
-    from minari.storage import get_dataset_path
-
-    well_formed = re.fullmatch(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+", dataset_id)
-    require(well_formed, f"{dataset_id!r} is not a Minari id: give --record-dataset one like me/hopper/medium-v0")
-    for name in recording_ids(dataset_id):
-        exists = Path(get_dataset_path(name)).exists()
-        require(not exists, f"dataset {name!r} exists already: give --record-dataset another id")
-
-
-def require_flat(env: gym.Env) -> None:
-    flat = isinstance(env.env.observation_space, gym.spaces.Box)
-    require(flat, f"{env.spec.id} has dictionary observations: --record-dataset needs a Box")
-
-
-def roll_out_policy(policy: Callable, params: Any, env: gym.Env, steps: int, seed: int, quiet: bool) -> np.ndarray:
-    """Rows of a replay from the policy as it explores, episode after episode; the last one may be cut."""
-    key, rows = jax.random.PRNGKey(seed), []
-    observation = np.asarray(env.reset(seed=EVALUATION_SEED - 1 - seed)[0], np.float32)
-    for _ in tqdm(range(steps), desc="rollouts", unit="step", disable=quiet):
-        action, key = policy(params, observation, key, mode="sample")
-        next_observation, reward, terminated, truncated, _ = env.step(np.asarray(action))
-        ended = terminated or truncated
-        rows.append(pack_transitions(observation, next_observation, action, reward, terminated, ended))
-        observation = first_observation(env) if ended else np.asarray(next_observation, np.float32)
-    return np.stack(rows)
-
-
-def episode_buffers(rows: np.ndarray, obs_dim: int, sparse: bool) -> list:
-    """Rows of a replay as Minari episodes. An episode that was still running counts as truncated."""
-    from minari.data_collector import EpisodeBuffer
-
-    buffers = []
-    for episode in np.split(rows, np.flatnonzero(rows[:-1, -1]) + 1):
-        observations, next_observations, actions, rewards, terminations, _ = unpack_transitions(episode, obs_dim)
-        last = np.arange(len(episode)) == len(episode) - 1
-        buffers.append(
-            EpisodeBuffer(
-                observations=np.concatenate([observations, next_observations[-1:]]),
-                actions=actions,
-                rewards=rewards,
-                terminations=terminations > 0,
-                truncations=last & (terminations == 0),
-                # The sparse reward is the success; its first entry belongs to the reset.
-                infos={"success": np.concatenate([[False], rewards > 0])} if sparse else None,
-            )
-        )
-    return buffers
-
-
-@contextlib.contextmanager
-def whole_dataset(dataset_id: str) -> Iterator[None]:
-    """Minari writes a dataset piece by piece. Here it does so in a hidden folder, and the dataset gets its place once
-    it is whole: a kill leaves nothing that looks like one."""
-    from minari.namespace import create_namespace, list_local_namespaces
-    from minari.storage import get_dataset_path
-
-    root, namespace, setting = get_dataset_path(), dataset_id.rpartition("/")[0], "MINARI_DATASETS_PATH"
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=root) as hidden:
-        before = {setting: os.environ[setting]} if setting in os.environ else {}
-        os.environ[setting] = hidden
-        try:
-            yield
-        finally:
-            del os.environ[setting]
-            os.environ.update(before)
-        if namespace and namespace not in list_local_namespaces():
-            create_namespace(namespace)
-        (Path(hidden) / dataset_id).rename(root / dataset_id)
-
-
-def record_datasets(args: Args, run: Path) -> None:
-    """Two Minari datasets from a run: what it had stored when its latest agent was evaluated, and that agent's
-    rollouts."""
-    import minari
-
-    saved = load_sac_args(run)
-    env = make_task(saved)
-    obs_dim, box = env.observation_space.shape[0], env.action_space
-    require_flat(env)
-    params, meta = load_actor(run, env)
-    row_size, path = 2 * obs_dim + len(box.low) + 3, run / "replay.f32"
-    count = min(meta["step"], path.stat().st_size // (4 * row_size) if path.exists() else 0)
-    require(count, f"{run} has no transitions from before its latest evaluation: train for longer")
-    replay = np.fromfile(path, np.float32, count * row_size).reshape(-1, row_size)
-    rollouts = roll_out_policy(make_sac_policy(box), params, env, args.record_steps, saved.seed, args.quiet)
-    task = re.match(r"[A-Za-z0-9]+", env.unwrapped.spec.name)[0]
-    low, high = REFERENCE_SCORES.get(task, (None, None)) if saved.reward == "env" else (None, None)
-    kinds = ["replay", "rollouts of the policy"]
-    for name, kind, rows in zip(recording_ids(args.record_dataset), kinds, (replay, rollouts)):
-        with explained(f"cannot write dataset {name!r}"), warnings.catch_warnings(), whole_dataset(name):
-            warnings.simplefilter("ignore")  # advice for those who publish datasets
-            dataset = minari.create_dataset_from_buffers(
-                name,
-                episode_buffers(rows, obs_dim, saved.reward == "sparse"),
-                env=dataclasses.replace(env.unwrapped.spec, max_episode_steps=env.spec.max_episode_steps),
-                observation_space=gym.spaces.Box(-np.inf, np.inf, (obs_dim,), np.float32),
-                action_space=box,
-                ref_min_score=low,
-                ref_max_score=high,
-                algorithm_name=saved.method,
-                description=f"{kind} of {run.name} at step {meta['step']}, reward {saved.reward}",
-                author="AQuaDem in JAX, sac_baselines.py",
-            )
-            size = f"{dataset.total_episodes} episodes, {dataset.total_steps} steps"
-        if not args.quiet:
-            print(f"dataset {name}: {size}")
-
-
 # --------------------------------------------------------------------------------------------------- training
 
 
@@ -1484,7 +1159,7 @@ def train_sac(
                 unsaved, saved_step = [], step
                 exit_if_asked(signals, run)
             observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
-    append_rows(run / "replay.f32", unsaved)  # for --record-dataset; --resume cuts it off again
+    append_rows(run / "replay.f32", unsaved)  # for record.py; --resume cuts it off again
     progress.close()
 
 
@@ -1516,8 +1191,6 @@ def train(args: Args) -> Path:
     check_sac_args(args)
     env, demo_replay, reference, warning = make_task(args), None, None, None
     require_bounds(env)
-    if args.record_dataset:
-        require_flat(env)
     args.reward = "sparse" if isinstance(env.env, SparseReward) else "env"
     if args.method != "sac":
         demos, demo_replay, warning = load_demo_replay(args, env)
@@ -1593,7 +1266,6 @@ def parse_sac_command(argv: list[str]) -> SACArgs | SACfDArgs | GAILArgs:
     free = {"resume", "total_timesteps", "eval_every", "checkpoint_every", "capture_video", "track", "quiet"}
     for field in dataclasses.fields(saved):
         same = field.name in free or getattr(changed, field.name) == getattr(saved, field.name)
-        same = same or field.name.startswith("record_")
         require(same, f"--{field.name.replace('_', '-')} cannot be changed by --resume: start a new run")
     require_end_ahead(Path(args.resume), "--total-timesteps", changed.total_timesteps)
     return changed
@@ -1604,9 +1276,8 @@ def main() -> None:
         args = parse_sac_command(sys.argv[1:])
         if args.evaluate:
             evaluate_sac_run(args)
-        run = Path(args.evaluate) if args.evaluate else train(args)
-        if args.record_dataset:
-            record_datasets(args, run)
+        else:
+            train(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from aquaplay import Desk  # noqa: E402
+from robodesk_env import Desk  # noqa: E402
 
 
 def make_package_desk(task: str):

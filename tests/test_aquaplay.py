@@ -1,12 +1,10 @@
-"""AQuaPlay: the desk against the package it wraps, the play, the meshes, and training end to end on seconds of play."""
+"""AQuaPlay: the meshes, the update, and training end to end on seconds of play."""
 
 import contextlib
-import io
 import itertools
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -18,12 +16,13 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import aquaplay
-from aquaplay import Args, CollectArgs, Desk, Player, UserError
+import record
+import robodesk_env
+from aquaplay import Args
 
 ROOT = Path(__file__).parents[1]
-TASKS = Desk.BASE_TASKS + Desk.OTHER_TASKS
 DATASET = "tiny/play-v0"
-RECORD = CollectArgs(dataset_id=DATASET, num_episodes=2, episode_steps=600, quiet=True)
+RECORD = record.PlayArgs(dataset_id=DATASET, num_episodes=2, episode_steps=600, quiet=True)
 FAST = dict(
     dataset_id=DATASET,
     candidate_steps=100,
@@ -39,17 +38,12 @@ FAST = dict(
 
 
 @pytest.fixture(scope="module")
-def desk() -> Desk:
-    return Desk("open_slide", "fixed")
-
-
-@pytest.fixture(scope="module")
 def play(tmp_path_factory):
     """A Minari root with a few seconds of recorded play."""
     patch = pytest.MonkeyPatch()
     patch.setenv("MINARI_DATASETS_PATH", str(tmp_path_factory.mktemp("minari")))
-    patch.setattr(aquaplay.os, "sched_getaffinity", lambda _: {0})
-    aquaplay.collect(RECORD)
+    patch.setattr(record.os, "sched_getaffinity", lambda _: {0})
+    record.record_play(RECORD)
     yield
     patch.undo()
 
@@ -68,91 +62,7 @@ def arrays(path: Path) -> list[np.ndarray]:
         return [file[name] for name in file.files if name != "meta"]
 
 
-# --------------------------------------------------------------------------------------------------- the desk
-
-
-def test_the_simulation_is_the_packages(monkeypatch):
-    with contextlib.redirect_stderr(io.StringIO()):
-        from robodesk import RoboDesk
-    monkeypatch.setattr(RoboDesk, "render", lambda self, resize: None)
-    theirs, ours = RoboDesk("open_slide"), Desk("open_slide", "upstream")
-    assert set(theirs.all_tasks) == set(TASKS)
-    generator = np.random.default_rng(3)  # the same draws as Gymnasium's from the seed 3
-    monkeypatch.setattr(np.random, "random", generator.random)
-    monkeypatch.setattr(np.random, "uniform", generator.uniform)
-    theirs.reset()
-    ours.reset(seed=3)
-    rng = np.random.default_rng(0)
-    for step in range(500):
-        action = np.clip(rng.uniform(-1, 1, 5) + [0, 0.3, -0.2, 0, 0], -1, 1)  # towards the table and its things
-        seen, reward, done, _ = theirs.step(action)
-        observation, our_reward, terminated, truncated, _ = ours.step(action)
-        physics = theirs.physics.data
-        assert_allclose(ours.data.qpos, physics.qpos, rtol=0, atol=1e-6)
-        assert_allclose(ours.data.qvel, physics.qvel, rtol=0, atol=1e-6)
-        assert abs(reward - our_reward) < 1e-9 and truncated == done and not terminated
-        if step % 50 == 0:
-            parts = [seen["qpos_robot"], seen["qvel_robot"], seen["end_effector"], physics.qpos[9:], physics.qvel[9:]]
-            assert_allclose(observation, np.concatenate(parts), rtol=1e-6, atol=1e-6)
-            for task in TASKS:
-                reward, success = ours.reward_and_success(task)
-                assert abs(reward - np.squeeze(theirs._get_task_reward(task, "dense_reward"))) < 1e-9, task
-                assert success == bool(np.squeeze(theirs._get_task_reward(task, "success"))), task
-    assert truncated and observation.shape == (76,)
-
-
-def place(desk: Desk, thing: str, offset: tuple[float, float, float]) -> None:
-    desk.data.joint(thing).qpos[:3] += offset
-    desk.mujoco.mj_forward(desk.model, desk.data)
-
-
-@pytest.mark.parametrize("rewards", ["fixed", "upstream"])
-def test_what_the_fixed_rewards_fix(desk, rewards, monkeypatch):
-    monkeypatch.setattr(desk, "rewards", rewards)
-    fixed = rewards == "fixed"
-    desk.reset(seed=1)
-    before = desk.reward_and_success("lift_ball")[0]
-    place(desk, "ball", (0, 0, 0.05))
-    reward, success = desk.reward_and_success("lift_ball")
-    assert success and (reward - before > 0.4) == fixed  # half of 0.85 for 5 of 10 cm
-    desk.reset(seed=1)
-    before = desk.reward_and_success("upright_block_off_table")[0]
-    place(desk, "upright_block", (0, 0, -0.5))
-    reward, success = desk.reward_and_success("upright_block_off_table")
-    assert success and (reward > before) == fixed
-    place(desk, "flat_block", (0.02, 0, 0))
-    assert desk.reward_and_success("upright_block_off_table")[1] != fixed
-    desk.reset(seed=1)
-    before = desk.reward_and_success("open_slide")[0]
-    place(desk, "ball", (0.02, 0, 0))
-    assert_allclose(before - desk.reward_and_success("open_slide")[0], 0.034 if fixed else 0, atol=1e-9)
-
-
-def test_equal_seeds_and_restored_generators_give_equal_episodes(desk):
-    actions = np.random.default_rng(0).uniform(-1, 1, (20, 5))
-
-    def episode(**seed) -> np.ndarray:
-        return np.stack([desk.reset(**seed)[0], *(desk.step(action)[0] for action in actions)])
-
-    first = episode(seed=5)
-    state = desk.np_random.bit_generator.state
-    second = episode()
-    assert np.abs(first - second).max() > 0.01
-    desk.np_random.bit_generator.state = state
-    assert_array_equal(episode(), second)
-    np.random.seed(1)  # the global generator does not matter
-    assert_array_equal(episode(seed=5), first)
-
-
-def test_success_and_the_end_are_reported():
-    env = aquaplay.make_desk("lift_flat_block", "fixed")
-    observation, info = env.reset(seed=0)
-    assert env.observation_space.contains(observation) and info == {"success": False}
-    place(env.unwrapped, "flat_block", (0, 0, 0.05))
-    env.unwrapped.steps = 498
-    _, reward, terminated, truncated, info = env.step(np.zeros(5, np.float32))
-    assert info == {"success": True} and not terminated and not truncated and reward > 0.3
-    assert env.step(np.zeros(5, np.float32))[3]
+# ----------------------------------------------------------------------------------------------- desk and play
 
 
 def test_nothing_is_printed(tmp_path):
@@ -162,116 +72,35 @@ def test_nothing_is_printed(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-# ------------------------------------------------------------------------------------------------------- play
+def test_the_tasks_of_all_are_the_base_tasks():
+    assert tuple(aquaplay.BASE_TASKS) == robodesk_env.BASE_TASKS
 
 
-def test_the_player_presses_a_button(desk):
-    desk.reset(seed=1)
-    player, lit = Player(desk, np.random.default_rng(0)), False
-    player.pace, player.play = 1.0, player.press("green_button")
-    player.choose = lambda: itertools.repeat((player.tip(), 0.0, player.EAST))
-    for _ in range(450):
-        desk.step(player.act())
-        lit = lit or desk.reward_and_success("push_green")[1]
-    assert lit and not desk.reward_and_success("push_green")[1]  # and lets go of it
-
-
-@pytest.mark.parametrize("thing", Desk.OBJECTS)
-def test_the_player_lifts_what_it_can_grasp(thing):
-    """The ball is as wide as the open hand; the flat block has to lie across."""
-    heights = []
-    for seed in range(3):
-        desk = Desk("open_slide", "fixed")
-        desk.reset(seed=100 + seed)
-        if thing == "flat_block":
-            desk.data.joint(thing).qpos[3:] = [np.cos(0.65), 0, 0, np.sin(0.65)]  # about the vertical
-            desk.mujoco.mj_forward(desk.model, desk.data)
-        player = Player(desk, np.random.default_rng(100 + seed))
-        player.pace, player.play, player.choose = 0.9, player.carry(thing), partial(player.stay, 1000, -1)
-        before, highest = desk.places[thing][2], 0.0
-        for _ in range(700):
-            desk.step(player.act())
-            highest = max(highest, desk.places[thing][2] - before)
-        heights.append(highest)
-    assert sum(height > 0.02 for height in heights) >= 2, heights
-
-
-def test_play_is_the_same_whatever_the_task_and_moves_smoothly():
-    base = CollectArgs(num_episodes=1, episode_steps=300, seed=7)
-    one = aquaplay.record_script(base, 0)
-    other = aquaplay.record_script(CollectArgs(episode_steps=300, seed=7, task="stack", robodesk_rewards="upstream"), 0)
-    assert_array_equal(one.observations, other.observations)
-    assert_array_equal(one.actions, other.actions)
-    assert (one.rewards == 0).all() and (other.rewards > 0).any()
-    assert one.observations.shape == (301, 76) and one.actions.shape == (300, 5) and np.abs(one.actions).max() <= 1
-    assert np.abs(np.diff(one.actions, axis=0)).mean() < 0.1 < np.abs(one.actions).mean()
-    assert np.abs(aquaplay.record_script(base, 1).actions[:50] - one.actions[:50]).max() > 0.1
-
-
-def test_collected_once_and_found_again(play, monkeypatch, capsys):
-    def record_all(args):
-        raise AssertionError("recorded again")
-
-    monkeypatch.setattr(aquaplay, "record_all", record_all)
-    assert aquaplay.collect(RECORD) == DATASET
-    out, err = capsys.readouterr()
-    assert "was recorded before" in err and all(task in out for task in TASKS)
-    with pytest.raises(UserError, match="other settings"):
-        aquaplay.collect(CollectArgs(**{**vars(RECORD), "seed": 2}))
-    demos = aquaplay.load_demonstrations(DATASET, aquaplay.make_desk("stack", "fixed"), sparse=False)
-    assert demos.observations.shape == (1200, 76) and demos.ends.sum() == 2
-    assert_array_equal(demos.actions[600:], aquaplay.record_script(RECORD, 1).actions)
-
-
-def test_processes_record_what_one_process_records(monkeypatch):
-    args = CollectArgs(num_episodes=2, episode_steps=10, quiet=True)
-    episodes = {}
-    for cores in (1, 2):
-        monkeypatch.setattr(aquaplay.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        episodes[cores] = aquaplay.record_all(args)
-    for one, two in zip(episodes[1], episodes[2], strict=True):
-        assert_array_equal(one.observations, two.observations)
-        assert_array_equal(one.actions, two.actions)
-
-
-def test_goals_are_counted_where_they_are_reached(monkeypatch):
-    class Lifter:
-        stopped = False
-
-        def __init__(self, desk, _):
-            place(desk, "ball", (0, 0, 0.1))
-
-        def act(self) -> np.ndarray:
-            return np.zeros(5, np.float32)
-
-    assert "lift_ball" in aquaplay.record_episode(CollectArgs(episode_steps=2), 0, Lifter).reached
-
-
-@pytest.mark.parametrize("device, message", [("keyboard", "no screen"), ("gamepad", "no gamepad")])
-def test_a_person_needs_a_screen_and_a_gamepad(device, message, monkeypatch):
-    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
-        monkeypatch.delenv(name, raising=False)
-    if device == "gamepad":
-        monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-        monkeypatch.setattr("pygame._sdl2.controller.get_count", lambda: 0)
-    with pytest.raises(UserError, match=message):
-        aquaplay.record_all(CollectArgs(device=device, num_episodes=1, episode_steps=2))
-
-
-def test_a_person_with_a_keyboard(tmp_path, monkeypatch):
-    import pygame
-
-    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+def test_play_is_recorded_where_there_is_none(tmp_path, monkeypatch, capsys):
+    """The recorder is called as a program; here it is told to record little."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    monkeypatch.setattr(Desk, "render", lambda self: np.zeros((240, 320, 3), np.uint8))
-    pressed = dict.fromkeys(range(2**10), False) | {pygame.K_RIGHT: True, pygame.K_SPACE: True}
-    keys = type("Keys", (), {"__getitem__": lambda self, key: pressed.get(key, False)})()
-    monkeypatch.setattr(pygame.key, "get_pressed", lambda: keys)
-    escape = pygame.event.Event(pygame.KEYDOWN, key=pygame.K_ESCAPE)
-    events = iter([[], [], [escape]])
-    monkeypatch.setattr(pygame.event, "get", lambda: next(events))
-    (episode,) = aquaplay.record_all(CollectArgs(device="keyboard", num_episodes=3, episode_steps=100, quiet=True))
-    assert_array_equal(episode.actions, [[1, 0, 0, 0, -1]] * 3)
+    call, commands = subprocess.run, []
+
+    def run(command: list[str]) -> subprocess.CompletedProcess:
+        commands.append(command)
+        return call([*command, "--num-episodes", "1", "--episode-steps", "20"])
+
+    monkeypatch.setattr(aquaplay.subprocess, "run", run)
+    args, env = Args(quiet=True), aquaplay.make_desk("stack", "fixed")
+    demos = aquaplay.load_play(args, env)
+    assert args.dataset_id == aquaplay.PLAY and demos.actions.shape == (20, 5)
+    assert f"there is no play yet: recording {aquaplay.PLAY}" in capsys.readouterr().err
+    assert commands == [[sys.executable, str(ROOT / "record.py"), "play", "--dataset-id", aquaplay.PLAY, "--quiet"]]
+    aquaplay.load_play(Args(quiet=True), env)
+    assert len(commands) == 1  # once
+
+
+def test_a_recorder_that_fails_ends_the_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    monkeypatch.setattr(aquaplay.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 2))
+    with pytest.raises(SystemExit) as stopped:
+        aquaplay.load_play(Args(quiet=True), aquaplay.make_desk("stack", "fixed"))
+    assert stopped.value.code == 2
 
 
 # ---------------------------------------------------------------------------------------- meshes and the agent
@@ -378,7 +207,7 @@ def test_candidates_are_reported_over_all_of_the_play(lengths, every, pictured, 
     log, drawn = MagicMock(), []
     monkeypatch.setattr(aquaplay, "candidate_picture", lambda *a: drawn.append(a[2]) or np.zeros((8, 8, 3), np.uint8))
     args = Args(num_actions=4, candidate_steps=0, quiet=True)
-    network, params = aquaplay.make_candidates(args, tmp_path, play, Desk().action_space, log, [])
+    network, params = aquaplay.make_candidates(args, tmp_path, play, robodesk_env.Desk().action_space, log, [])
 
     indices = log.add_histogram.call_args.args[1]
     distances = np.linalg.norm(network.apply(params, observations) - actions[:, None], axis=-1)
@@ -397,7 +226,7 @@ def test_evaluate_repeats_the_last_evaluation(finished, monkeypatch, capsys):
 
 def test_all_tasks_with_a_mesh_need_no_play_and_end_in_a_table(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Desk, "BASE_TASKS", ["push_green", "stack"])
+    monkeypatch.setattr(aquaplay, "BASE_TASKS", ["push_green", "stack"])
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     arguments = "--task all --discretization bb3 --total-timesteps 8 --eval-episodes 1 --learning-starts 100".split()
     monkeypatch.setattr(sys, "argv", ["aquaplay.py", *arguments, "--robodesk-rewards", "upstream", "--quiet"])
@@ -420,15 +249,10 @@ def test_all_tasks_with_a_mesh_need_no_play_and_end_in_a_table(tmp_path, monkeyp
         (f"--dataset-id {DATASET} --candidates-from nowhere", "nowhere/candidates.npz does not exist"),
         ("--evaluate nowhere", "nowhere is not a run folder"),
         ("--resume nowhere", "nowhere is not a run folder"),
-        ("collect --num-episodes 0", "--num-episodes is 0"),
-        ("collect --task open_window", "no task 'open_window'"),
-        ("collect --dataset-id play", "'play' is not a Minari id"),
-        ("collect --device keyboard --dataset-id me/play-v0", "pip install pygame"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, play, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "pygame", None)
     if "reach" in arguments:
         from conftest import record_demonstrations
 

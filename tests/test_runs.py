@@ -1,7 +1,6 @@
 """AQuaDQN as a user runs it: end to end, interrupted, resumed, misused; a few hundred steps on a tiny environment."""
 
 import csv
-import importlib.util
 import json
 import os
 import shutil
@@ -17,7 +16,6 @@ import jax
 import minari
 import numpy as np
 import pytest
-import tiny_env
 from numpy.testing import assert_array_equal
 
 import aquadqn
@@ -556,73 +554,6 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(datasets, tmp_
     run = only_run(tmp_path)
     assert (run / "state.npz").exists()
     assert all(np.isfinite(array).all() for array in arrays(run / "state.npz") if array.dtype == np.float32)
-
-
-# ------------------------------------------------------------------------------------- recording demonstrations
-
-
-@pytest.fixture
-def record(tmp_path, monkeypatch):
-    """demos/record.py as a function of its arguments, recording into a folder of its own."""
-    spec = importlib.util.spec_from_file_location("record", ROOT / "demos" / "record.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "record.py"))
-    monkeypatch.setenv("MINARI_DATASETS_PATH", os.environ["MINARI_DATASETS_PATH"])  # put back after the script sets it
-
-    def run(*words: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["record.py", *words])
-        module.main()
-
-    run.module = module
-    return run
-
-
-def test_recorded_demonstrations_are_successful(finished, record, capsys):
-    record(str(finished), "--dataset-id", "made/reach/agent-v0", "--episodes", "3", "--epsilon", "0.3")
-    assert "made/reach/agent-v0: 3 successful of" in capsys.readouterr().out
-    dataset = minari.load_dataset("made/reach/agent-v0")
-    assert dataset.total_episodes == 3
-    for episode in dataset.iterate_episodes():
-        assert episode.infos["success"].any() and episode.observations.dtype == np.float32
-    with pytest.raises(SystemExit) as stopped:
-        record(str(finished), "--dataset-id", "made/reach/agent-v0")
-    assert stopped.value.code == 2 and "exists already" in capsys.readouterr().err
-
-
-def test_a_recording_that_breaks_off_leaves_no_dataset(finished, record, tmp_path, monkeypatch, capsys):
-    words = [str(finished), "--dataset-id", "made/reach/agent-v0", "--episodes", "1", "--epsilon", "0.3"]
-
-    def full_disk(path: Path) -> None:
-        assert path.exists()  # Minari has written the dataset
-        raise OSError("no space left")
-
-    with monkeypatch.context() as broken, pytest.raises(SystemExit) as stopped:
-        broken.setattr(record.module, "compress", full_disk)
-        record(*words)
-    assert stopped.value.code == 2 and "made/reach/agent-v0': no space left" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-    record(*words)
-    assert minari.load_dataset("made/reach/agent-v0").total_episodes == 1
-
-
-def test_an_agent_that_never_succeeds_is_not_recorded(finished, record, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tiny_env.Reach.step", fail_always(tiny_env.Reach.step))
-    with pytest.raises(SystemExit) as stopped:
-        record(str(finished), "--dataset-id", "made/reach/none-v0", "--episodes", "1")
-    assert stopped.value.code == 2 and "only 0 of 20 episodes succeeded" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stopped:
-        record("nowhere", "--dataset-id", "made/reach/none-v0")
-    assert stopped.value.code == 2 and "nowhere is not a run folder" in capsys.readouterr().err
-    assert not (tmp_path / "made").exists()
-
-
-def fail_always(step):
-    def failing(self, action):
-        *others, info = step(self, action)
-        return *others, {**info, "success": False}
-
-    return failing
 
 
 # -------------------------------------------------------------------------------------------------- appearances

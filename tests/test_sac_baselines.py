@@ -1,4 +1,4 @@
-"""sac_baselines.py: densities, targets, updates, whole runs on a tiny environment, recorded datasets, bad input."""
+"""sac_baselines.py: densities, targets, updates, whole runs on a tiny environment, bad input."""
 
 import dataclasses
 import json
@@ -13,7 +13,6 @@ from pathlib import Path
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
-import minari
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
@@ -333,69 +332,16 @@ def test_interrupted_run_continues_bit_for_bit(method, tiny, monkeypatch, capsys
         assert (run / "videos" / "evaluation_130.mp4").stat().st_size > 0
 
 
-def test_sac_learns_the_tiny_task_and_records_it(tiny, monkeypatch, capsys):
+def test_sac_learns_the_tiny_task(tiny, monkeypatch):
     schedule = ["--total-timesteps", "1500", "--eval-every", "750", "--checkpoint-every", "500"]
     values = ["--learning-rate", "3e-3", "--n-step", "1", "--reward-scale", "1", "--reward", "env", "--gamma", "0.9"]
-    record = ["--record-dataset", "tiny/reach/sac-v3", "--record-steps", "50"]
-    run_script(["sac", *TINY, *schedule, *values, *record], monkeypatch)
+    run_script(["sac", *TINY, *schedule, *values], monkeypatch)
     run = only_run()
     first, last = ((run / "evaluations.csv").read_text().splitlines()[i].split(",") for i in (1, 3))
     events = EventAccumulator(str(run)).Reload()
     assert [event.step for event in events.Scalars("losses/critic_loss")] == [1000]
     assert events.Scalars("charts/SPS")[0].value > 0
     assert float(last[2]) > float(first[2]) + 2 and float(last[1]) == 1.0
-
-    env, row_size = sac.make_env(ENV_ID, "env"), 2 * OBS + DIM + 3
-    rows = np.fromfile(run / "replay.f32", np.float32).reshape(-1, row_size)
-    replay = minari.load_dataset("tiny/reach/sac-replay-v3")
-    assert replay.total_steps == len(rows) == 1500
-    demos = sac.load_demonstrations("tiny/reach/sac-replay-v3", env, sparse=False)
-    ends, demos_ends = rows[:, -1].copy(), demos.ends.astype(float)
-    ends[-1] = 1.0  # the last episode was running
-    assert_array_equal(demos_ends, ends)
-    fields = demos.observations, demos.next_observations, demos.actions, demos.rewards, demos.terminations
-    for ours, theirs in zip(fields, sac.unpack_transitions(rows, OBS)):
-        assert_array_equal(ours, theirs)
-
-    rollouts = minari.load_dataset("tiny/reach/sac-v3")
-    lengths = [len(episode.actions) for episode in rollouts.iterate_episodes()]
-    assert lengths == [21, 21, 8] and rollouts.spec.env_spec.id == "Reach-v0"
-    for episode in rollouts.iterate_episodes():
-        assert len(episode.observations) == len(episode.actions) + 1
-        assert not episode.terminations.any() and list(np.flatnonzero(episode.truncations)) == [
-            len(episode.actions) - 1
-        ]
-    rewards = [episode.rewards.sum() for episode in rollouts.iterate_episodes()]
-    assert np.mean(rewards[:2]) > float(first[2])  # it is the trained policy
-    with pytest.raises(SystemExit):
-        run_script(["--evaluate", str(run), "--record-dataset", "tiny/reach/sac-v3"], monkeypatch)
-    assert "exists already" in capsys.readouterr().err
-
-
-def test_a_kill_while_a_dataset_is_written_leaves_none(tmp_path, monkeypatch):
-    """Ended in the middle of Minari's work, as by kill -9; then recorded for good."""
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    program = """
-import os, sys
-import numpy as np, gymnasium as gym, minari
-from minari.data_collector import EpisodeBuffer
-import sac_baselines
-box = gym.spaces.Box(-1, 1, (2,), np.float32)
-buffer = EpisodeBuffer(
-    observations=np.zeros((3, 2), np.float32), actions=np.zeros((2, 2), np.float32), rewards=np.zeros(2),
-    terminations=np.zeros(2, bool), truncations=np.array([False, True]), infos={},
-)
-with sac_baselines.whole_dataset("me/task/data-v0"):
-    minari.create_dataset_from_buffers("me/task/data-v0", [buffer], action_space=box, observation_space=box)
-    if sys.argv[1] == "kill":
-        os._exit(9)
-"""
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    assert subprocess.run([*command, "kill"], cwd=SCRIPT.parent).returncode == 9
-    assert minari.list_local_datasets() == {} and not (tmp_path / "me").exists()
-    assert subprocess.run([*command, "finish"], cwd=SCRIPT.parent).returncode == 0
-    assert minari.load_dataset("me/task/data-v0").total_steps == 2
-    assert list(minari.list_local_datasets()) == ["me/task/data-v0"]
 
 
 def test_the_desk_has_its_dense_reward_unless_told_otherwise(tmp_path, monkeypatch):
@@ -418,39 +364,6 @@ def test_the_desk_has_its_dense_reward_unless_told_otherwise(tmp_path, monkeypat
         assert observation.shape == (76,)
         rewards[reward] = env.step(np.zeros(5, np.float32))[1]
     assert rewards["sparse"] == 0 < rewards["env"] == rewards[None]
-
-
-def test_episodes_know_how_they_ended_and_success():
-    rows = np.zeros((7, 2 + 1 + 3), np.float32)
-    rows[:, 0], rows[:, 1] = np.arange(7), np.arange(7) + 1
-    rows[2, -2:], rows[4, -1] = 1, 1  # a termination, a truncation, and an episode that was still running
-    rows[1, -3] = 1
-    first, second, third = sac.episode_buffers(rows, 1, sparse=True)
-    assert [list(b.observations[:, 0]) for b in (first, second, third)] == [[0, 1, 2, 3], [3, 4, 5], [5, 6, 7]]
-    assert list(first.terminations) == [False, False, True] and not any(first.truncations)
-    for buffer in (second, third):
-        assert not any(buffer.terminations) and list(buffer.truncations) == [False, True]
-    assert list(first.infos["success"]) == [False, False, True, False]  # the reset's, then one for every step
-    assert sac.episode_buffers(rows, 1, sparse=False)[0].infos is None
-
-
-def test_datasets_carry_the_reference_scores(tiny, monkeypatch):
-    run = Path("run")
-    run.mkdir()
-    args, env = sac.SACArgs(env_id="Hopper-v5", reward="env"), sac.make_env("Hopper-v5", "env")
-    (run / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
-    sac.save_arrays(run / "agent.npz", sac.initial_state(args, env, jax.random.PRNGKey(0)).params.actor, step=2)
-    sac.append_rows(run / "replay.f32", list(np.ones((3, 2 * 11 + 3 + 3), np.float32)))
-    record = ["--record-dataset", "tiny/hopper/medium-v0", "--record-steps", "4", "--eval-episodes", "1", "--quiet"]
-    run_script(["--evaluate", "run", *record], monkeypatch)
-    for name, steps in (("tiny/hopper/medium-replay-v0", 2), ("tiny/hopper/medium-v0", 4)):
-        dataset = minari.load_dataset(name)
-        assert dataset.total_steps == steps  # of the replay, what there was when the agent was evaluated
-        metadata = dataset.storage.metadata
-        assert (metadata["ref_min_score"], metadata["ref_max_score"]) == (-20.272305, 3234.3)
-        spec = dataset.spec.env_spec
-        assert (spec.id, spec.max_episode_steps) == ("Hopper-v5", 1000)  # without a limit an evaluation may never end
-        assert_allclose(minari.get_normalized_score(dataset, np.array([3234.3])), 1.0)
 
 
 def test_not_finite_loss_stops_and_keeps_the_last_good_checkpoint(tiny, monkeypatch):
@@ -517,11 +430,7 @@ gym.register("Unbounded-v0", entry_point=Unbounded)
         (["sacfd", "--env-id", "RoboDesk-stack"], "RoboDesk-stack has no default demonstrations"),
         (["sacfd", "--env-id", ENV_ID], "has no default demonstrations"),
         (["gail", "--env-id", "Pendulum-v1", "--dataset-id", DATASET_ID], "Pendulum-v1 needs (22, 3)"),
-        (["sac", "--record-dataset", "no version"], "'no version' is not a Minari id"),
-        (["sac", "--record-dataset", "m/medium-v0"], "'m/medium-v0' is not a Minari id"),
-        (["sac", "--env-id", "tiny_env:ReachDict-v0", "--record-dataset", "tiny/dict-v0"], "dictionary observations"),
         (["sacfd", "--min-demo-reward", "nan"], "--min-demo-reward is nan"),
-        (["sac", "--record-dataset", DATASET_ID], f"dataset '{DATASET_ID}' exists already"),
         (["--resume", "nowhere"], "nowhere is not a run folder"),
         (["--evaluate", "nowhere"], "nowhere is not a run folder"),
         (["--resume=nowhere"], "nowhere is not a run folder"),

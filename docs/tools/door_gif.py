@@ -19,7 +19,7 @@ import numpy as np
 import tyro
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demos"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from record import aquadqn, load_policy
 
 PIXELS, EVERY, FPS = 240, 4, 12  # side of a picture; steps from one picture to the next; pictures per second
