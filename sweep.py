@@ -675,7 +675,7 @@ def report(folder: Path) -> None:
         written = "sweep.csv, selection.md and histograms"
     for line in summary_lines(rows):
         print(line)
-    print(f"{written} are in {folder}; curves: python plot.py {folder}/trials/*/runs/*")
+    print(f"written to {folder}: {written}; curves: python plot.py {folder}/trials/*/runs/*")
 
 
 # --------------------------------------------------------------------------------------------------------- driver
