@@ -16,6 +16,7 @@ import jax
 import minari
 import numpy as np
 import pytest
+import tiny_env
 from numpy.testing import assert_array_equal
 
 import aquadqn
