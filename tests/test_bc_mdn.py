@@ -29,7 +29,7 @@ def tiny(datasets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bc_mdn, "SINKHORN_POINTS", 50)
     monkeypatch.setattr(bc_mdn, "HUMAN_REPETITIONS", 5)
-    monkeypatch.setattr(bc_mdn, "catch_signals", list)
+    monkeypatch.setattr(bc_mdn.CloningRun, "catch_signals", lambda run: None)
     return tmp_path
 
 
@@ -135,7 +135,7 @@ def test_mdn_recovers_two_modes_and_their_proportions():
     args = bc_mdn.MDNArgs(num_actions=6, batch_size=128)
     network, optimizer = bc_mdn.MixtureNetwork(6, 2, torso=64, head=(64,)), optax.adam(1e-3)
     params = network.init(jax.random.PRNGKey(0), observations[:1])
-    update = bc_mdn.make_cloning_update(bc_mdn.make_cloning_loss(network, args), optimizer, args.batch_size)
+    update = bc_mdn.make_update(bc_mdn.make_loss(network, args), optimizer, args.batch_size)
     state = bc_mdn.CloningState(params, optimizer.init(params), jax.random.PRNGKey(1))
     state, _ = update(state, jnp.asarray(observations), jnp.asarray(actions, jnp.float32), 4000)
     candidates, logits = network.apply(state.params, observations)
@@ -256,7 +256,7 @@ def test_mdn_samples_by_the_logits_and_reproducibly():
             return candidates, jnp.broadcast_to(jnp.log(jnp.array([0.25, 0.75])), (batch, 2))
 
     box = gym.spaces.Box(-1, 1, (1,))
-    policy = bc_mdn.make_cloned_policy(Mixture(), bc_mdn.MDNArgs(), None, box)
+    policy = bc_mdn.make_policy(Mixture(), bc_mdn.MDNArgs(), None, box)
     one, again, later = (np.asarray(policy({}, np.zeros((4000, 1)), t)) for t in (1, 1, 2))
     assert np.array_equal(one, again) and not np.array_equal(one, later)
     assert set(one[:, 0]) == {-1.0, 0.5} and np.mean(one[:, 0] == 0.5) == pytest.approx(0.75, abs=0.03)
@@ -275,18 +275,19 @@ def test_interrupted_run_continues_bit_for_bit(method, tiny, monkeypatch, capsys
     schedule = ["--gradient-steps", "80", "--eval-every", "20", "--checkpoint-every", "40"]
     run_script([*METHODS[method], *TINY, *schedule], monkeypatch)
     whole = only_run().rename(tiny / "whole")
-    write_scores = bc_mdn.write_scores
+    report = bc_mdn.CloningRun.report
 
-    def killed_at_60(path, step, *rest):
-        write_scores(path, step, *rest)
+    def killed_at_60(run, step, *rest):
+        report(run, step, *rest)
         if step == 60:
+            run.lock.close()  # as the end of its process would
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(bc_mdn, "write_scores", killed_at_60)
+    monkeypatch.setattr(bc_mdn.CloningRun, "report", killed_at_60)
     with pytest.raises(SystemExit) as stopped:
         run_script([*METHODS[method], *TINY, *schedule], monkeypatch)
     assert stopped.value.code == 130
-    monkeypatch.setattr(bc_mdn, "write_scores", write_scores)
+    monkeypatch.setattr(bc_mdn.CloningRun, "report", report)
     run = only_run()
     assert json.loads(saved_arrays(run / "state.npz")["meta"].tobytes())["step"] == 40
     run_script(["--resume", str(run)], monkeypatch)
@@ -321,6 +322,26 @@ def test_not_finite_loss_stops_and_keeps_the_last_good_checkpoint(tiny, monkeypa
     with pytest.raises(SystemExit, match="error: not finite at step 80: .*lower --learning-rate"):
         run_script(["bc", "--resume", str(run), "--gradient-steps", "80"], monkeypatch)
     assert (run / "state.npz").read_bytes() == good
+
+
+def test_two_processes_cannot_write_to_one_folder(tiny, monkeypatch, capsys):
+    run_script(["bc", *TINY, "--gradient-steps", "5"], monkeypatch)
+    run = only_run()
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); input()"]
+        + [str(run / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    holder.stdout.readline()
+    longer = ["--resume", str(run), "--gradient-steps", "10"]
+    assert f"{run} is in use by another process" in error_of(longer, monkeypatch, capsys)
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    holder.kill()  # the lock dies with its process
+    holder.wait()
+    run_script(longer, monkeypatch)
+    assert json.loads(saved_arrays(run / "state.npz")["meta"].tobytes())["step"] == 10
 
 
 def test_sigterm_checkpoints_and_says_how_to_resume(datasets, tmp_path):
