@@ -1,5 +1,6 @@
 """The toy world: environment and demonstrator, and what section 3.2 says about the trained candidates."""
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -16,13 +17,14 @@ from numpy.testing import assert_allclose, assert_array_equal
 from PIL import Image
 
 import gridworld
-from gridworld import CROSSROADS, ROLLOUTS, STEP_LENGTH, Args, GridWorld, angle_between
+from gridworld import CROSSROADS, ROLLOUTS, STEP_LENGTH, Args, GridWorld, angle_between, constant_temperature
 
 ROOT = Path(__file__).parents[1]
 RIGHT, UP, DIAGONAL = np.array([1.0, 0.0]), np.array([0.0, 1.0]), np.array([1.0, 1.0])
 # The bottom-left region up to a step before its border, where the demonstrator starts to walk diagonally.
 AXIS = np.linspace(0, CROSSROADS - STEP_LENGTH, 9, dtype=np.float32)
 REGION = np.stack(np.meshgrid(AXIS, AXIS), axis=-1).reshape(-1, 2)
+FEWER_STEPS = Args(quiet=True, candidate_steps=10_000)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,22 @@ def demos():
 
 @pytest.fixture(scope="module")
 def fits(demos):
-    """BC and K=2 at three temperatures, trained as the script does by default."""
-    return gridworld.fit_networks(Args(quiet=True), [(1, 0.01), (2, 0.01), (2, 0.001), (2, 10.0)], demos)
+    """BC and K=2 at three temperatures, trained as the script does by default but for fewer steps."""
+    settings = [(1, 0.01), (2, 0.01), (2, 0.001), (2, 10.0)]
+    variants = [constant_temperature(FEWER_STEPS, k, temperature) for k, temperature in settings]
+    return dict(zip(settings, gridworld.fit_networks(variants, demos)))
+
+
+@pytest.fixture(scope="module")
+def annealing(demos):
+    """Two initialisations with a head that dies at T=0.001, each with a constant T and an annealed one."""
+    constant = []
+    for seed in (3, 5):
+        args = Args(quiet=True, seed=seed, candidate_steps=3000)
+        constant.append(constant_temperature(args, gridworld.ANNEALING_K, gridworld.ANNEALING_TEMPERATURE))
+    annealed = [dataclasses.replace(args, temperature_start=Args.temperature_start) for args in constant]
+    fits = gridworld.fit_networks(constant + annealed, demos)
+    return fits[:2], fits[2:]
 
 
 # ---------------------------------------------------------------------------------- environment, demonstrator
@@ -143,7 +159,7 @@ def test_a_low_temperature_frees_the_farthest_candidate_not_the_nearest(fits, de
 def test_loss_falls_and_candidates_beat_cloning(fits):
     for fit in fits.values():
         assert np.isnan(fit.losses[0]) and fit.losses[-10:].mean() < fit.losses[1]
-        assert fit.steps[-1] == Args.steps and len(fit.steps) == len(fit.losses) == len(fit.fields)
+        assert fit.steps[-1] == FEWER_STEPS.candidate_steps and len(fit.steps) == len(fit.losses) == len(fit.fields)
     assert fits[2, 0.01].losses[-10:].mean() < 0.1 * fits[1, 0.01].losses[-10:].mean()
 
 
@@ -160,11 +176,46 @@ def test_rollouts_of_candidates_stay_with_the_demonstrator_where_cloning_does_no
 
 
 def test_training_is_reproducible_to_the_bit(fits, demos):
-    again = gridworld.training(Args(), 1, *map(jnp.asarray, gridworld.state_action_pairs(demos)))
+    args = constant_temperature(Args(), 1, 0.01)
+    again = gridworld.training(args, *map(jnp.asarray, gridworld.state_action_pairs(demos)))
     for block, (steps, loss, field, _) in enumerate(itertools.islice(again, 3)):
         assert steps == fits[1, 0.01].steps[block]
         assert_array_equal(loss, fits[1, 0.01].losses[block])
         assert_array_equal(field, fits[1, 0.01].fields[block])
+
+
+def test_a_constant_temperature_leaves_a_dead_head_and_annealing_does_not(annealing, demos):
+    constant, annealed = annealing
+    assert [gridworld.heads_in_use(fit, demos) for fit in constant] == [2, 2]
+    assert [gridworld.heads_in_use(fit, demos) for fit in annealed] == [3, 3]
+    for before, after in zip(constant, annealed):
+        assert_array_equal(before.fields[0].sum(axis=1), after.fields[0].sum(axis=1))  # one initialisation
+        assert gridworld.candidate_errors(after, demos)[0] < gridworld.candidate_errors(before, demos)[0]
+    assert (constant[0].name, annealed[0].name) == ("K=3, T=0.001", "K=3, T=1 to 0.001")
+
+
+def test_heads_in_use_are_counted_from_one_percent_on():
+    actions = np.repeat([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]], [190, 8, 2], axis=0)  # 95, 4 and 1 percent
+    episode = gridworld.Episode(np.zeros((201, 2)), actions, np.zeros(200), True)
+    heads = np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
+    fit = gridworld.Fit("", 4, lambda states: np.broadcast_to(heads, (len(states), 4, 2)), *[np.zeros(1)] * 3)
+    assert gridworld.heads_in_use(fit, [episode]) == 3
+
+
+@pytest.mark.parametrize("start", [0.02, 5.0])
+def test_constant_fits_do_not_know_the_start_of_the_annealing(start, fits, demos):
+    args = constant_temperature(Args(temperature_start=start), 2, 0.01)
+    assert args == constant_temperature(Args(), 2, 0.01) and args.temperature_start == 0.01
+    pairs = map(jnp.asarray, gridworld.state_action_pairs(demos))
+    _, after_a_block = itertools.islice(gridworld.training(args, *pairs), 2)
+    assert after_a_block.loss == fits[2, 0.01].losses[1]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run():
+    first, last = (gridworld.Snapshot(step, np.nan, np.zeros(1), None) for step in (0, 100))
+    gridworld.stop_if_diverged([first])
+    with pytest.raises(gridworld.UserError, match="step 100: lower --candidate-learning-rate"):
+        gridworld.stop_if_diverged([last])
 
 
 def test_heads_are_ordered_right_then_left_then_between():
@@ -177,14 +228,16 @@ def test_heads_are_ordered_right_then_left_then_between():
 
 
 def test_the_script_leaves_figures_and_numbers(fits, tmp_path, monkeypatch, capsys):
-    def trained(args, settings, demos):
-        return {setting: fits.get(setting, fits[2, 0.01]) for setting in settings}
+    def trained(variants, demos):
+        assert len(variants) in (6, 2 * gridworld.INITIALISATIONS)
+        return [fits.get((args.k, args.temperature), fits[2, 0.01]) for args in variants]
 
     monkeypatch.setattr(gridworld, "fit_networks", trained)
     monkeypatch.setattr(sys, "argv", ["gridworld.py", "--num-demos", "20", "--out", str(tmp_path / "new" / "folder")])
     gridworld.main()
     out = tmp_path / "new" / "folder"
-    pictures = {"world.png", "candidates.png", "temperature.png", "loss.png", "rollouts.png", "training.gif"}
+    names = ("world", "candidates", "temperature", "annealing", "loss", "rollouts")
+    pictures = {f"{name}.png" for name in names} | {"training.gif"}
     assert {path.name for path in out.iterdir()} == pictures | {"rollouts.csv"}
     for name in pictures:
         with Image.open(out / name) as picture:
@@ -192,12 +245,22 @@ def test_the_script_leaves_figures_and_numbers(fits, tmp_path, monkeypatch, caps
             assert getattr(picture, "n_frames", 1) > 20 or name != "training.gif"
     lines = (out / "rollouts.csv").read_text().splitlines()
     assert lines[0].startswith("policy,reached_goal,steps,") and len(lines) == 5
-    assert lines[1] in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert lines[1] in printed and "heads in use (nearest for at least 1% of demonstrated actions):" in printed
+    assert "from 5 initialisations" in printed
 
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--k 0", "--temperature 0", "--temperature -1", "--temperature nan", "--num-demos 0", "--steps 0", "--seed -1"],
+    [
+        "--k 0",
+        "--temperature 0",
+        "--temperature -1",
+        "--temperature nan",
+        "--num-demos 0",
+        "--candidate-steps 0",
+        "--seed -1",
+    ],
 )
 def test_bad_values_get_one_line_and_exit_code_2(arguments, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["gridworld.py", *arguments.split(), "--out", str(tmp_path / "out")])
