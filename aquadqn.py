@@ -1140,6 +1140,8 @@ class Run:
             with as_user_error("Weights & Biases does not start: run without --track"):
                 wandb.init(project="aquadem", name=self.folder.name, config=arguments, sync_tensorboard=True)
         log = SummaryWriter(str(self.folder))
+        events = log.file_writer.event_writer
+        events.add_event = events._ev_writer.write_event  # at once: flush() would not wait for the writer's queue
         table = "\n".join(f"|{key}|{value}|" for key, value in arguments.items())
         log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
         if warning:
@@ -1217,6 +1219,7 @@ class Run:
             sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
         self.log.add_scalar("candidates/loss", float(loss), step)
         self.log.add_scalar("candidates/temperature", float(temperature), step)
+        self.log.flush()
         self.bar.set_postfix(loss=f"{loss:.5f}", refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -1254,6 +1257,7 @@ class Run:
                 self.log.add_scalar(tag, value, step)
             speed = (step - self.logged_step) / (time.perf_counter() - self.logged_time)
             self.log.add_scalar("charts/SPS", speed, step)
+            self.log.flush()
             self.start_clock(step)
 
     def end_episode(self, step: int) -> None:

@@ -899,6 +899,8 @@ class CloningRun:
             with as_user_error("Weights & Biases does not start: run without --track"):
                 wandb.init(project="aquadem", name=self.folder.name, config=arguments, sync_tensorboard=True)
         log = SummaryWriter(str(self.folder))
+        events = log.file_writer.event_writer
+        events.add_event = events._ev_writer.write_event  # at once: flush() would not wait for the writer's queue
         table = "\n".join(f"|{key}|{value}|" for key, value in arguments.items())
         log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
         if warning:
@@ -977,6 +979,7 @@ class CloningRun:
                 self.shown[name] = f"{value:.4f}"
         speed = (step - self.logged_step) / (time.perf_counter() - self.logged_time)
         self.log.add_scalar("charts/SPS", speed, step)
+        self.log.flush()
         self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update(step - self.logged_step)
         self.start_clock(step)

@@ -176,12 +176,14 @@ def test_candidates_are_shared_by_tasks_but_not_by_settings(finished, monkeypatc
     monkeypatch.chdir(finished)
     demos = aquaplay.load_demonstrations(DATASET, aquaplay.make_desk("stack", "fixed"), sparse=False)
     (run,) = (finished / "runs").iterdir()
-    same = aquaplay.fingerprint(Args(task="stack", **FAST), demos)
+    start = aquaplay.start_temperature(Args(**FAST), demos.actions)
+    settings = {**FAST, "temperature_start": start}
+    same = aquaplay.fingerprint(Args(**{**settings, "task": "stack"}), demos)
     assert aquaplay.find_candidates(same) == f"runs/{run.name}"
-    for change in ({"temperature": 0.1}, {"seed": 2}, {"num_actions": 5}):
-        assert aquaplay.find_candidates(aquaplay.fingerprint(Args(**{**FAST, **change}), demos)) is None
+    for change in ({"temperature": 0.1}, {"temperature_start": 2 * start}, {"seed": 2}, {"num_actions": 5}):
+        assert aquaplay.find_candidates(aquaplay.fingerprint(Args(**{**settings, **change}), demos)) is None
     other_play = demos._replace(actions=demos.actions * 0.5)
-    assert aquaplay.find_candidates(aquaplay.fingerprint(Args(**FAST), other_play)) is None
+    assert aquaplay.find_candidates(aquaplay.fingerprint(Args(**settings), other_play)) is None
 
 
 def test_borrowed_candidates_keep_the_mark_of_their_training(tmp_path, monkeypatch):

@@ -189,7 +189,8 @@ def test_a_constant_temperature_leaves_a_dead_head_and_annealing_does_not(anneal
     assert [gridworld.heads_in_use(fit, demos) for fit in constant] == [2, 2]
     assert [gridworld.heads_in_use(fit, demos) for fit in annealed] == [3, 3]
     for before, after in zip(constant, annealed):
-        assert_array_equal(before.fields[0].sum(axis=1), after.fields[0].sum(axis=1))  # one initialisation
+        sums = [fit.fields[0].sum(axis=1) for fit in (before, after)]  # heads are drawn in another order
+        assert_allclose(*sums, atol=1e-6)  # one initialisation
         assert gridworld.candidate_errors(after, demos)[0] < gridworld.candidate_errors(before, demos)[0]
     assert (constant[0].name, annealed[0].name) == ("K=3, T=0.001", "K=3, T=1 to 0.001")
 

@@ -49,7 +49,7 @@ def agent(datasets, tmp_path_factory) -> Path:
     evaluation = dict(eval_every=300, eval_episodes=1, quiet=True)
     folder = tmp_path_factory.mktemp("agent")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aquadqn, "catch_signals", list)
+        patch.setattr(aquadqn.Run, "catch_signals", lambda self: None)
         aquadqn.train(aquadqn.Args(env_id=ENV_ID, dataset_id=DEMOS, **settings, **evaluation))
     (run,) = (folder / "runs").iterdir()
     return run
@@ -290,7 +290,7 @@ def test_collected_once_and_found_again(play, monkeypatch, capsys):
     def record_all(args):
         raise AssertionError("recorded again")
 
-    monkeypatch.setattr(aquaplay, "record_all", record_all)
+    monkeypatch.setattr(record, "record_all", record_all)
     assert record.record_play(RECORD) == DATASET
     out, err = capsys.readouterr()
     assert "was recorded before" in err and all(task in out for task in TASKS)
