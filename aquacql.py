@@ -20,6 +20,8 @@ Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import io
 import json
 import math
@@ -42,10 +44,10 @@ import optax
 import tyro
 from tqdm import tqdm
 
-GRADIENT_BLOCK = 500  # gradient steps in one call, without any transfer in between
+STEPS_PER_CALL = 500  # gradient steps, at most
+CANDIDATE_STEPS_PER_CALL = 500
 START_TEMPERATURE = 0.25  # of the demonstrated actions' variance, unless --temperature-start is given
 EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED + i; --seed stays below it
-BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
 
 # D4RL's files do not name their environment, and its normalised score is 0 for the first and 100 for the second return.
 # Gymnasium's v4 is the nearest to D4RL's v2 that needs no mujoco-py.
@@ -58,374 +60,48 @@ D4RL_TASKS = {
 
 @dataclasses.dataclass
 class Args:
-    dataset_id: str | None = None
-    """any Minari id, used from disk or else downloaded"""
-    dataset_path: str | None = None
-    """a D4RL file (HDF5) instead, such as hopper_medium-v2.hdf5"""
-    env_id: str | None = None
-    """environment of the evaluations; default: the dataset's own, and for D4RL's files Gymnasium's v4"""
-    env_spec: tyro.conf.Suppress[str | None] = None
-    """the dataset's environment with its own arguments and time limit, as JSON; filled in from the dataset"""
-    ref_min_score: float | None = None
-    """return with normalised score 0; default: D4RL's for HalfCheetah, Hopper and Walker2d, else the dataset's own"""
-    ref_max_score: float | None = None
-    """return with normalised score 100; the same defaults"""
-    seed: int = 1
-    """seed of networks and batches; equal seeds give bit-identical runs on a CPU"""
-    num_seeds: int = 1
-    """train that many seeds at once: seed, seed + 1, ... (the paper's table: 10)"""
-    gradient_steps: int = 1_000_000
-    """gradient steps of the Q-network"""
-    eval_every: int = 50_000
-    """gradient steps between evaluations (the paper's other experiments: environment steps)"""
-    eval_episodes: int = 10
-    """episodes of an evaluation, greedy, always from the same initial states"""
-    exp_name: str = "aquacql"
-    """part of the run folder's name: runs/{env_id}__{exp_name}__{seed}__{unix time}"""
+    dataset_id: str | None = None  # any Minari id, used from disk or else downloaded
+    dataset_path: str | None = None  # a D4RL file (HDF5) instead, such as hopper_medium-v2.hdf5
+    env_id: str | None = None  # environment of the evaluations; default: the dataset's, for D4RL's files Gymnasium's v4
+    env_kwargs: str = "{}"  # arguments of the environment as JSON, such as '{"env_name": "drawer-open-v3"}'
+    max_episode_steps: int | None = None  # time limit of an episode; default: the environment's own
+    ref_min_score: float | None = None  # return with normalised score 0; default: D4RL's, else the dataset's own
+    ref_max_score: float | None = None  # return with normalised score 100; the same defaults
+    seed: int = 1  # of networks and batches; equal seeds give bit-identical runs on a CPU with as many threads
+    num_seeds: int = 1  # train that many seeds at once: seed, seed + 1, ... (the paper's table: 10)
+    gradient_steps: int = 1_000_000  # of the Q-network
+    eval_every: int = 50_000  # gradient steps between evaluations (the paper's other experiments: environment steps)
+    eval_episodes: int = 10  # episodes of an evaluation, greedy, always from the same initial states
+    exp_name: str = "aquacql"  # part of the folder's name: runs/{env_id}__{exp_name}__{seed}__{unix time}
 
-    num_actions: int = 10
-    """K, candidate actions per state"""
-    temperature: float = 0.001
-    """T of the soft minimum"""
-    temperature_start: float | None = None
-    """T at the first step, from where it falls to --temperature in the first half of the training; default: a quarter
-    of the demonstrated actions' variance; equal to --temperature: constant, as in the paper"""
-    candidate_steps: int = 5_000_000
-    """gradient steps of the candidate network"""
-    held_out_episodes: int = 0
-    """the last N demonstrations are kept from the candidates, to see how near to unseen actions they come"""
-    candidate_learning_rate: float = 3e-4
-    """Adam's learning rate for the candidate network"""
-    candidates_from: str | None = None
-    """run folder whose trained candidates (of as many seeds) are used instead of training them"""
+    num_actions: int = 10  # K, candidate actions per state
+    temperature: float = 0.001  # T of the soft minimum
+    temperature_start: float | None = None  # T at first; default: a quarter of the actions' variance (paper: = T)
+    candidate_steps: int = 5_000_000  # gradient steps of the candidate network
+    held_out_episodes: int = 0  # the candidates never see the last N episodes: are they near those, too?
+    candidate_learning_rate: float = 3e-4  # Adam's, for the candidate network
+    candidates_from: str | None = None  # run folder whose candidates (of as many seeds) are used instead of training
 
-    cql_alpha: float = 5.0
-    """alpha of equation 2, the weight of the conservative term; 0: plain Munchausen DQN"""
-    batch_size: int = 256
-    """batch of both networks"""
-    learning_rate: float = 1e-4
-    """Adam's learning rate for the Q-network"""
-    gamma: float = 0.995
-    """discount"""
-    n_step: int = 3
-    """length of the multi-step return"""
-    ema_decay: float = 0.999
-    """the average of the Q-network that is evaluated and kept changes by 1 - decay per update; 0: none, as in the paper
-    """
-    target_update_period: int = 100
-    """updates between copies into the target network (the authors' code)"""
-    munchausen_tau: float = 0.03
-    """entropy temperature of Munchausen DQN"""
-    munchausen_alpha: float = 0.9
-    """weight of the log-policy in the reward of Munchausen DQN"""
-    munchausen_clip: float = -1e3
-    """lower bound of that log-policy term (the authors' code)"""
+    cql_alpha: float = 5.0  # alpha of equation 2, the weight of the conservative term; 0: plain Munchausen DQN
+    batch_size: int = 256  # of both networks
+    learning_rate: float = 1e-4  # Adam's, for the Q-network
+    gamma: float = 0.995  # discount
+    n_step: int = 3  # length of the multi-step return
+    ema_decay: float = 0.999  # per update, of the averaged Q-network that is evaluated; 0: none, as in the paper
+    target_update_period: int = 100  # updates between copies into the target network (the authors' code)
+    munchausen_tau: float = 0.03  # entropy temperature of Munchausen DQN
+    munchausen_alpha: float = 0.9  # weight of the log-policy in the reward of Munchausen DQN
+    munchausen_clip: float = -1e3  # lower bound of that log-policy term (the authors' code)
 
-    checkpoint_every: int = 10_000
-    """gradient steps between checkpoints (not from the paper)"""
-    resume: str | None = None
-    """run folder to continue, with its own arguments"""
-    evaluate: str | None = None
-    """run folder to evaluate instead of training"""
-    capture_video: bool = False
-    """record videos: of evaluation episodes, and of the candidates along the first episode"""
-    track: bool = False
-    """log to Weights & Biases too (if it is installed)"""
-    quiet: bool = False
-    """no progress bars, only warnings and errors"""
+    checkpoint_every: int = 10_000  # gradient steps between checkpoints
+    resume: str | None = None  # run folder to continue, with its own arguments
+    evaluate: str | None = None  # run folder to evaluate instead of training
+    capture_video: bool = False  # of evaluation episodes, and of the candidates along the first episode
+    track: bool = False  # log to Weights & Biases too (if it is installed)
+    quiet: bool = False  # no progress bars, only warnings and errors
 
 
-class UserError(Exception):
-    """One line that says what is wrong and what to do; the program ends with exit code 2."""
-
-
-class Unavailable(UserError):
-    """Data that is neither here nor within reach."""
-
-
-def require(condition: Any, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
-@contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turns whatever a library raises into one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
-
-
-def check_offline_args(args: Args) -> None:
-    counts = "num_seeds gradient_steps eval_every eval_episodes num_actions batch_size n_step target_update_period"
-    bounds = dict.fromkeys(f"{counts} checkpoint_every".split(), (1, math.inf))
-    bounds |= {
-        "candidate_steps": (0, math.inf),
-        "held_out_episodes": (0, math.inf),
-        "cql_alpha": (0, 1e9),
-        "gamma": (0, 1),
-    }
-    bounds |= dict.fromkeys(["temperature", "learning_rate", "candidate_learning_rate", "munchausen_tau"], (1e-9, 1e9))
-    bounds |= {
-        "munchausen_alpha": (0, 1),
-        "ema_decay": (0, 1 - 1e-9),
-        "temperature_start": (1e-9, 1e9),
-        "munchausen_clip": (-1e9, 0),
-    }
-    for name, (low, high) in {**bounds, "seed": (0, EVALUATION_SEED - args.num_seeds)}.items():
-        value = getattr(args, name)
-        if value is not None:
-            require(low <= value <= high, f"--{name.replace('_', '-')} is {value}: give a number from {low} to {high}")
-    low, high = args.ref_min_score, args.ref_max_score
-    together = (low is None) == (high is None) and (low is None or low < high)
-    require(together, f"--ref-min-score is {low} and --ref-max-score {high}: give both, the smaller first")
-
-
-# ------------------------------------------------------------------------------------------------ environment
-
-
-class SparseReward(gym.Wrapper):
-    """Reward 1 on every step at which the goal is reached, else 0 (section 4.1)."""
-
-    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict]:
-        observation, _, terminated, truncated, info = self.env.step(action)
-        return observation, float(info["success"]), terminated, truncated, info
-
-
-@contextlib.contextmanager
-def silent_compiler() -> Iterator[None]:
-    """MuJoCo's compiler warns, once per environment, of old words in Gymnasium's own models: no concern of a user's."""
-    import mujoco
-
-    before = mujoco.get_mju_user_warning()
-    mujoco.set_mju_user_warning(lambda _: None)
-    try:
-        yield
-    finally:
-        mujoco.set_mju_user_warning(before)
-
-
-def make_env(env_id: str, reward: str | None, render: bool = False) -> gym.Env:
-    """A Gymnasium environment with a Box action space, flat observations, and the sparse reward if there is one."""
-    if render and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
-        import gymnasium_robotics  # registers Adroit, and prints a notice
-
-        gym.register_envs(gymnasium_robotics)
-    with explained(f"cannot make environment {env_id!r}"), silent_compiler():
-        env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
-    box, space = env.action_space, env.observation_space
-    one_dimensional = isinstance(box, gym.spaces.Box) and len(box.shape) == 1
-    require(one_dimensional, f"{env_id} has action space {box}: AQuaDem needs a Box with one dimension")
-    parts = space.values() if isinstance(space, gym.spaces.Dict) else [space]
-    only_boxes = all(isinstance(part, gym.spaces.Box) for part in parts)
-    require(only_boxes, f"{env_id} has observation space {space}: a Box or a Dict of Boxes is needed")
-    if reward != "env":
-        env.reset(seed=0)
-        reports_success = "success" in env.step(np.clip(np.zeros(box.shape, box.dtype), box.low, box.high))[4]
-        missing = f"{env_id} reports no info['success'], so it has no sparse reward: use --reward env"
-        require(reports_success or reward is None, missing)
-        env = SparseReward(env) if reports_success else env
-    return gym.wrappers.FlattenObservation(env)
-
-
-def make_evaluation_env(args: Args, render: bool = False) -> gym.Env:
-    """--env-id, or the dataset's own environment with its own arguments and time limit."""
-    environment = args.env_id
-    if args.env_spec:
-        with explained(f"cannot read the environment of dataset {args.dataset_id!r}, name it with --env-id"):
-            known = {field.name for field in dataclasses.fields(gym.envs.registration.EnvSpec)}
-            # Specifications from before Gymnasium 1.0 have fields that are no more.
-            spec = {key: value for key, value in json.loads(args.env_spec).items() if key in known}
-            environment = gym.envs.registration.EnvSpec.from_json(json.dumps(spec))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # v4 is not the newest: D4RL's data is older still
-        return make_env(environment, "env", render)
-
-
-# ---------------------------------------------------------------------------------------------------- dataset
-
-
-class Demonstrations(NamedTuple):
-    """All episodes one after the other."""
-
-    observations: np.ndarray  # (N, obs)
-    actions: np.ndarray  # (N, action_dim), clipped to the action space
-    rewards: np.ndarray  # (N,)
-    next_observations: np.ndarray  # (N, obs)
-    terminations: np.ndarray  # (N,) true where the task itself ended
-    ends: np.ndarray  # (N,) true at the last step of every episode, however it ended
-
-
-def open_dataset(dataset_id: str) -> Any:
-    """A Minari dataset: bundled, on disk, or else downloaded."""
-    import minari
-
-    well_formed = re.fullmatch(r"([\w.-]+/)*[\w.-]+-v\d+", dataset_id)
-    require(well_formed, f"{dataset_id!r} is not a Minari id: give one like D4RL/door/human-v2")
-    bundled = BUNDLED_DEMONSTRATIONS / dataset_id / "data"
-    with explained(f"cannot read dataset {dataset_id!r}"):
-        try:
-            return minari.MinariDataset(bundled) if bundled.exists() else minari.load_dataset(dataset_id)
-        except FileNotFoundError:
-            print(f"{dataset_id} is not on this machine: fetching it from the Minari hub ...", file=sys.stderr)
-    try:
-        return minari.load_dataset(dataset_id, download=True)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        advice = "check the id and the network, or name another with --dataset-id"
-        raise Unavailable(f"cannot download dataset {dataset_id!r} ({reason}): {advice}") from None
-
-
-def flatten_observations(space: gym.Space, observations: Any) -> np.ndarray:
-    """A whole episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
-    parts = [observations[key] for key in space] if isinstance(space, gym.spaces.Dict) else [observations]
-    return np.concatenate([np.asarray(part, np.float32).reshape(len(part), -1) for part in parts], axis=1)
-
-
-def load_demonstrations(
-    dataset_id: str, env: gym.Env, sparse: bool = True, num_demos: int | None = None
-) -> Demonstrations:
-    """Minari episodes as arrays, checked against the environment; the reward is the environment's (see make_env)."""
-    dataset, box, episodes = open_dataset(dataset_id), env.action_space, []
-    with explained(f"cannot read dataset {dataset_id!r}"):
-        for episode in dataset.iterate_episodes(range(min(dataset.total_episodes, num_demos or sys.maxsize))):
-            observations = flatten_observations(env.env.observation_space, episode.observations)
-            steps, rewards = len(episode.actions), np.asarray(episode.rewards, np.float32)
-            if sparse:
-                missing = f"dataset {dataset_id!r}: field infos has no 'success' for a sparse reward: use --reward env"
-                require("success" in (episode.infos or {}), missing)
-                # One entry more than steps is the reset's.
-                rewards = np.asarray(episode.infos["success"], np.float32).reshape(-1)[-steps:]
-            for field, array, shape in (
-                ("observations", observations, (steps + 1, *env.observation_space.shape)),
-                ("actions", np.asarray(episode.actions), (steps, *box.shape)),
-                ("rewards", rewards, (steps,)),
-            ):
-                wrong = f"dataset {dataset_id!r}: field {field} has shape {array.shape}, {env.spec.id} needs {shape}"
-                require(array.shape == shape, wrong)
-                bad = f"dataset {dataset_id!r}: field {field} of shape {shape} holds NaN or infinite values"
-                require(np.isfinite(array).all(), bad)
-            actions = np.clip(np.asarray(episode.actions, np.float32), box.low, box.high)
-            terminations, ends = np.asarray(episode.terminations, bool), np.arange(steps) == steps - 1
-            episodes.append((observations[:-1], actions, rewards, observations[1:], terminations, ends))
-    empty = f"dataset {dataset_id!r} holds no steps: choose another with --dataset-id"
-    require(sum(len(episode[1]) for episode in episodes), empty)
-    return Demonstrations(*map(np.concatenate, zip(*episodes)))
-
-
-def read_d4rl_fields(path: Path, env: gym.Env) -> dict[str, np.ndarray]:
-    """The fields of a D4RL file, checked against the environment."""
-    import h5py
-
-    require(path.is_file(), f"{path} does not exist: name a D4RL file with --dataset-path")
-    needed = ["observations", "actions", "rewards", "terminals", "timeouts"]
-    with explained(f"cannot read {path} as an HDF5 file"), h5py.File(path, "r") as file:
-        missing = [name for name in needed if name not in file]
-        require(not missing, f"{path} has no field {', '.join(missing)}: is it a file of D4RL?")
-        names = [*needed, *(name for name in ["next_observations"] if name in file)]
-        fields = {name: np.asarray(file[name][()], np.float32) for name in names}
-    shapes = {"observations": env.observation_space.shape, "actions": env.action_space.shape}
-    shapes["next_observations"] = shapes["observations"]
-    for name, array in fields.items():
-        shape = (len(np.atleast_1d(fields["actions"])), *shapes.get(name, ()))
-        require(array.shape == shape, f"{path}: field {name} has shape {array.shape}, {env.spec.id} needs {shape}")
-        require(np.isfinite(array).all(), f"{path}: field {name} of shape {shape} holds NaN or infinite values")
-    return fields
-
-
-def load_d4rl(path: Path, env: gym.Env) -> Demonstrations:
-    """A D4RL file as arrays. No transition reaches across an end; one whose next state is unknown is left out."""
-    fields = read_d4rl_fields(path, env)
-    observations, terminations = fields["observations"], fields["terminals"] > 0
-    require(len(observations), f"{path} holds no steps: choose another with --dataset-path")
-    actions = np.clip(fields["actions"], env.action_space.low, env.action_space.high)
-    ends, lost = terminations | (fields["timeouts"] > 0), np.zeros(len(observations), bool)
-    ends[-1] = True
-    if "next_observations" in fields:
-        next_observations = fields["next_observations"]
-        # A file may leave out steps: a next state that is not the following one ends the episode, too.
-        ends[:-1] |= (next_observations[:-1] != observations[1:]).any(axis=1)
-    else:
-        next_observations = np.where(ends[:, None], observations, np.roll(observations, -1, axis=0))
-        # A terminal step does not look at its next state. The last step before a time limit does, so it is left out,
-        # and the step before it becomes the last one.
-        lost = ends & ~terminations
-        ends[:-1] |= lost[1:]
-    require(not lost.all(), f"{path} holds no step with a known next state: choose another with --dataset-path")
-    arrays = (observations, actions, fields["rewards"], next_observations, terminations, ends)
-    return Demonstrations(*(array[~lost] for array in arrays))
-
-
-def load_dataset(args: Args) -> tuple[Demonstrations, gym.Env]:
-    """The data and its environment. Completes the arguments: environment and reference scores."""
-    both_or_none = (args.dataset_id is None) == (args.dataset_path is None)
-    require(not both_or_none, "name the data: either --dataset-id (Minari) or --dataset-path (a file of D4RL)")
-    metadata = open_dataset(args.dataset_id).storage.metadata if args.dataset_id else {}
-    if args.env_id is None:
-        if args.dataset_id:
-            args.env_spec = metadata.get("eval_env_spec") or metadata.get("env_spec")
-            args.env_id = json.loads(args.env_spec)["id"] if args.env_spec else None
-        else:
-            task = re.match("|".join(D4RL_TASKS), Path(args.dataset_path).name.lower())
-            args.env_id = D4RL_TASKS[task[0]][0] if task else None
-        require(args.env_id, "the dataset does not say from which environment it is: name one with --env-id")
-    if args.ref_min_score is None:
-        family = re.split(r"[:/]", args.env_id)[-1].split("-")[0].lower()  # hopper of Hopper-v5
-        own = (metadata.get("ref_min_score"), metadata.get("ref_max_score"))
-        _, args.ref_min_score, args.ref_max_score = D4RL_TASKS.get(family, (None, *own))
-    env = make_evaluation_env(args)
-    if args.dataset_path:
-        return load_d4rl(Path(args.dataset_path), env), env
-    return load_demonstrations(args.dataset_id, env, sparse=False), env
-
-
-class Transitions(NamedTuple):
-    """n-step transitions on the device: every state once, an episode's last included; the others are indices of it."""
-
-    states: jax.Array  # (N + episodes, obs)
-    rows: jax.Array  # (N,) where the state of step i is
-    next_rows: jax.Array  # (N,) where its bootstrap state is
-    returns: jax.Array  # (N,) n-step
-    discounts: jax.Array  # (N,) gamma^n, 0 after a termination
-
-
-def make_transitions(data: Demonstrations, n_step: int, gamma: float) -> Transitions:
-    """The data does not grow, so the n-step returns are computed once and for all."""
-    steps = np.arange(len(data.ends))
-    rows = (steps + np.cumsum(data.ends) - data.ends).astype(np.int32)
-    states = np.empty((len(steps) + data.ends.sum(), data.observations.shape[1]), np.float32)
-    states[rows], states[rows[data.ends] + 1] = data.observations, data.next_observations[data.ends]
-    windows = np.minimum(steps[:, None] + np.arange(n_step), steps[-1])  # (N, n); the last step always is an end
-    flags = (flag[windows].astype(np.float32) for flag in (data.terminations, data.ends))
-    returns, last, discounts = n_step_returns(data.rewards[windows], *flags, gamma)
-    return Transitions(jnp.asarray(states), jnp.asarray(rows), rows + last + 1, returns, discounts)
-
-
-# --------------------------------------------------------------------------------------------------- networks
-
-
-@jax.custom_vjp
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x @ kernel. JAX's own gradient of the kernel can come out transposed, and Adam then reads it across the memory:
-    with this one a step of the candidates takes a sixth less time on a CPU."""
-    return x @ kernel
-
-
-def product_gradients(inputs: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = inputs
-    return gradient @ kernel.T, x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
-
-
-product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), product_gradients)
-
-
-def dense(width: int, init: Callable) -> nn.Dense:
-    return nn.Dense(width, kernel_init=init, dot_general=lambda x, kernel, *_, **__: product(x, kernel))
+# --------------------------------------------------------------------------------------- networks
 
 
 class CandidateNetwork(nn.Module):
@@ -468,11 +144,6 @@ class CandidateNetwork(nn.Module):
         return x
 
 
-def elu(x: jax.Array) -> jax.Array:
-    """nn.elu with exp in place of expm1, which takes twice as long on a CPU."""
-    return jnp.where(x > 0, x, jnp.exp(jnp.minimum(x, 0.0)) - 1.0)
-
-
 class QNetwork(nn.Module):
     """(..., obs) -> (..., K): Acme's LayerNorm MLP, which the paper names."""
 
@@ -487,7 +158,7 @@ class QNetwork(nn.Module):
         return dense(self.num_actions, init)(x)
 
 
-# ----------------------------------------------------------------------------------------- losses and targets
+# ----------------------------------------------------------------------------- losses and targets
 
 
 def soft_min_loss(candidates: jax.Array, actions: jax.Array, temperature: float) -> jax.Array:
@@ -546,7 +217,17 @@ def cql_loss(q: jax.Array, action: jax.Array, target: jax.Array, alpha: float) -
     return alpha * conservative + bellman, jnp.stack([conservative, bellman, jnp.mean(q_taken)])
 
 
-# ---------------------------------------------------------------------------------------------------- updates
+# ------------------------------------------------------------------------------------------ data
+
+
+class Transitions(NamedTuple):
+    """n-step transitions on the device: every state once, an episode's last included; the others are indices of it."""
+
+    states: jax.Array  # (N + episodes, obs)
+    rows: jax.Array  # (N,) where the state of step i is
+    next_rows: jax.Array  # (N,) where its bootstrap state is
+    returns: jax.Array  # (N,) n-step
+    discounts: jax.Array  # (N,) gamma^n, 0 after a termination
 
 
 class Batch(NamedTuple):
@@ -555,6 +236,32 @@ class Batch(NamedTuple):
     returns: jax.Array  # (B,) n-step
     next_observations: jax.Array  # (B, obs) the bootstrap state
     discounts: jax.Array  # (B,)
+
+
+def make_transitions(data: "Demonstrations", n_step: int, gamma: float) -> Transitions:
+    """The data does not grow, so the n-step returns are computed once and for all."""
+    steps = np.arange(len(data.ends))
+    episodes_before = np.cumsum(data.ends) - data.ends
+    rows = (steps + episodes_before).astype(np.int32)
+    states = np.empty((len(steps) + data.ends.sum(), data.observations.shape[1]), np.float32)
+    states[rows] = data.observations
+    states[rows[data.ends] + 1] = data.next_observations[data.ends]
+    windows = np.minimum(steps[:, None] + np.arange(n_step), steps[-1])  # (N, n); the last step always is an end
+    terminations = data.terminations[windows].astype(np.float32)
+    ends = data.ends[windows].astype(np.float32)
+    returns, last, discounts = n_step_returns(data.rewards[windows], terminations, ends, gamma)
+    return Transitions(jnp.asarray(states), jnp.asarray(rows), rows + last + 1, returns, discounts)
+
+
+def sample(data: Transitions, indices: jax.Array, key: jax.Array, batch_size: int) -> Batch:
+    """Uniform over the dataset. indices (N,): the candidates nearest to its actions."""
+    i = jax.random.randint(key, (batch_size,), 0, len(indices))
+    observations = data.states[data.rows[i]]
+    next_observations = data.states[data.next_rows[i]]
+    return Batch(observations, indices[i], data.returns[i], next_observations, data.discounts[i])
+
+
+# ---------------------------------------------------------------------------------------- updates
 
 
 class CandidateState(NamedTuple):
@@ -573,18 +280,19 @@ class AgentState(NamedTuple):
     key: jax.Array
 
 
-def averaged(average: Any, params: Any, decay: float) -> Any:
-    """An exponential moving average of the Q-network: its greedy policy flickers less (not in the paper)."""
-    return optax.incremental_update(params, average, 1.0 - decay) if decay else None
-
-
-def evaluated_params(agent: AgentState) -> Any:
-    return agent.params if agent.average_params is None else agent.average_params
-
-
 # Where the agents of all seeds have their seed axis. The count has none: as one number for all it is a real condition,
 # so that the target networks are copied every hundredth step only.
 SEED_AXES = AgentState(0, 0, 0, 0, None, 0)
+
+
+def seed_keys(args: Args, stage: int) -> jax.Array:
+    """(seeds, 2): seed i's key is that of a single run with --seed i."""
+    return jnp.stack([jax.random.fold_in(jax.random.PRNGKey(args.seed + i), stage) for i in range(args.num_seeds)])
+
+
+def of_seed(tree: Any, i: int) -> Any:
+    """The i-th seed's part of what all seeds have."""
+    return jax.tree.map(lambda leaf: leaf[i], tree)
 
 
 def start_temperature(args: Args, actions: np.ndarray) -> float:
@@ -637,11 +345,26 @@ def make_candidate_updates(network: nn.Module, optimizer: optax.GradientTransfor
     return jax.jit(updates, static_argnums=3, donate_argnums=0)
 
 
-def sample_transitions(data: Transitions, indices: jax.Array, key: jax.Array, batch_size: int) -> Batch:
-    """Uniform over the dataset. indices (N,): the candidates nearest to its actions."""
-    i = jax.random.randint(key, (batch_size,), 0, len(indices))
-    states, next_states = data.states[data.rows[i]], data.states[data.next_rows[i]]
-    return Batch(states, indices[i], data.returns[i], next_states, data.discounts[i])
+def init_candidates(args: Args, network: nn.Module, optimizer: optax.GradientTransformation, obs_dim: int):
+    def init(key: jax.Array) -> CandidateState:
+        key, init_key = jax.random.split(key)
+        params = network.init(init_key, jnp.zeros(obs_dim))
+        return CandidateState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
+
+    return jax.jit(jax.vmap(init))(seed_keys(args, 0))
+
+
+def init_agents(args: Args, q_network: nn.Module, optimizer: optax.GradientTransformation, obs_dim: int) -> AgentState:
+    def init(key: jax.Array) -> AgentState:
+        key, init_key = jax.random.split(key)
+        params = q_network.init(init_key, jnp.zeros(obs_dim))
+        average_params = params if args.ema_decay else None
+        return AgentState(params, average_params, params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
+
+    agents = jax.jit(jax.vmap(init, out_axes=SEED_AXES))(seed_keys(args, 1))
+    average_params = jax.tree.map(jnp.copy, agents.average_params)  # copies: an update gives its buffers away
+    target_params = jax.tree.map(jnp.copy, agents.target_params)
+    return agents._replace(average_params=average_params, target_params=target_params)
 
 
 def make_cql_updates(network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
@@ -650,41 +373,57 @@ def make_cql_updates(network: nn.Module, optimizer: optax.GradientTransformation
     def loss_fn(params: Any, batch: Batch, target: jax.Array) -> tuple[jax.Array, jax.Array]:
         return cql_loss(network.apply(params, batch.observations), batch.actions, target, args.cql_alpha)
 
-    def step(state: AgentState, data: Transitions, indices: jax.Array) -> tuple[AgentState, jax.Array]:
-        key, batch_key = jax.random.split(state.key)
-        batch = sample_transitions(data, indices, batch_key, args.batch_size)
-        both = jnp.concatenate([batch.observations, batch.next_observations])
-        q_s, q_next = jnp.split(network.apply(state.target_params, both), 2)
-        munchausen = (args.munchausen_tau, args.munchausen_alpha, args.munchausen_clip)
-        target = munchausen_target(q_s, q_next, batch.actions, batch.returns, batch.discounts, *munchausen)
-        (loss, parts), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch, target)
-        updates, opt_state = optimizer.update(grads, state.opt_state)
-        params, count = optax.apply_updates(state.params, updates), state.updates + 1
-        target_params = optax.periodic_update(params, state.target_params, count, args.target_update_period)
-        average = averaged(state.average_params, params, args.ema_decay)
-        return AgentState(params, average, target_params, opt_state, count, key), jnp.stack([loss, *parts])
+    def target_of(agent: AgentState, batch: Batch) -> jax.Array:
+        both = jnp.concatenate([batch.observations, batch.next_observations])  # one pass through the network
+        q_s, q_next = jnp.split(network.apply(agent.target_params, both), 2)
+        constants = args.munchausen_tau, args.munchausen_alpha, args.munchausen_clip
+        return munchausen_target(q_s, q_next, batch.actions, batch.returns, batch.discounts, *constants)
 
-    def updates(states: AgentState, data: Transitions, indices: jax.Array, steps: int) -> tuple[AgentState, jax.Array]:
-        def update(state: AgentState, indices: jax.Array) -> tuple[AgentState, jax.Array]:
-            return jax.lax.scan(lambda state, _: step(state, data, indices), state, None, length=steps)
+    def step(agent: AgentState, data: Transitions, indices: jax.Array) -> tuple[AgentState, jax.Array]:
+        key, batch_key = jax.random.split(agent.key)
+        batch = sample(data, indices, batch_key, args.batch_size)
+        target = target_of(agent, batch)
+        (loss, parts), grads = jax.value_and_grad(loss_fn, has_aux=True)(agent.params, batch, target)
+        changes, opt_state = optimizer.update(grads, agent.opt_state)
+        params = optax.apply_updates(agent.params, changes)
+        updates = agent.updates + 1
+        target_params = optax.periodic_update(params, agent.target_params, updates, args.target_update_period)
+        average_params = averaged(agent.average_params, params, args.ema_decay)
+        agent = AgentState(params, average_params, target_params, opt_state, updates, key)
+        return agent, jnp.stack([loss, *parts])
 
-        states, metrics = jax.vmap(update, in_axes=(SEED_AXES, 0), out_axes=(SEED_AXES, 0))(states, indices)
-        return states, jnp.mean(metrics, axis=1)  # (seeds, 4)
+    def updates(agents: AgentState, data: Transitions, indices: jax.Array, steps: int) -> tuple[AgentState, jax.Array]:
+        def update(agent: AgentState, indices: jax.Array) -> tuple[AgentState, jax.Array]:
+            return jax.lax.scan(lambda agent, _: step(agent, data, indices), agent, None, length=steps)
+
+        agents, metrics = jax.vmap(update, in_axes=(SEED_AXES, 0), out_axes=(SEED_AXES, 0))(agents, indices)
+        return agents, jnp.mean(metrics, axis=1)  # (seeds, 4)
 
     return jax.jit(updates, static_argnums=3, donate_argnums=0)
 
 
-def make_greedy_policy(q_network: nn.Module, network: nn.Module, box: gym.spaces.Box) -> Callable:
+def averaged(average: Any, params: Any, decay: float) -> Any:
+    """An exponential moving average of the Q-network: its greedy policy flickers less (not in the paper)."""
+    return optax.incremental_update(params, average, 1.0 - decay) if decay else None
+
+
+def evaluated_params(agent: AgentState) -> Any:
+    return agent.params if agent.average_params is None else agent.average_params
+
+
+# -------------------------------------------------------------------------- policy and evaluation
+
+
+def make_policy(q_network: nn.Module, candidate_network: nn.Module, box: gym.spaces.Box) -> Callable:
+    """Greedy: the data is fixed, so nothing explores."""
+
     def policy(q_params: Any, candidate_params: Any, observations: jax.Array) -> jax.Array:
         index = jnp.argmax(q_network.apply(q_params, observations), axis=-1)  # (episodes,)
-        candidates = network.apply(candidate_params, observations)  # (episodes, K, D)
+        candidates = candidate_network.apply(candidate_params, observations)  # (episodes, K, D)
         actions = jnp.take_along_axis(candidates, index[:, None, None], axis=1)[:, 0]
         return jnp.clip(actions, box.low, box.high)
 
     return jax.jit(policy)
-
-
-# ------------------------------------------------------------------------------------------------- evaluation
 
 
 class Evaluation(NamedTuple):
@@ -696,9 +435,12 @@ class Evaluation(NamedTuple):
 
 def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evaluation:
     """One episode in each environment, side by side, with one policy call per step for all of them."""
-    observations = np.stack([env.reset(seed=EVALUATION_SEED + i)[0] for i, env in enumerate(envs)]).astype(np.float32)
-    returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), int)
-    successes, running = np.full(len(envs), np.nan), np.ones(len(envs), bool)
+    observations = [seeded_reset(env, EVALUATION_SEED + i) for i, env in enumerate(envs)]
+    observations = np.stack(observations).astype(np.float32)
+    returns = np.zeros(len(envs))
+    lengths = np.zeros(len(envs), int)
+    successes = np.full(len(envs), np.nan)
+    running = np.ones(len(envs), bool)
     frames: list[list[np.ndarray]] = [[] for _ in envs]
     while running.any():
         actions = np.asarray(policy(observations))
@@ -715,8 +457,612 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
     return Evaluation(returns, lengths, successes, sum(frames, []))
 
 
+def evaluate_seeds(policy: Callable, params: Any, candidate_params: Any, envs: list[gym.Env]) -> list[Evaluation]:
+    """One evaluation per seed, all from the same initial states."""
+    results = []
+    for i in range(len(jax.tree.leaves(params)[0])):
+        q_params = of_seed(params, i)
+        candidates = of_seed(candidate_params, i)
+        results.append(evaluate(lambda observations, q=q_params, c=candidates: policy(q, c, observations), envs))
+    return results
+
+
+def normalized_score(returns: Any, low: float | None, high: float | None) -> Any:
+    """D4RL's: 0 for the return of a random policy, 100 for an expert's; NaN where these are not known."""
+    if low is None or high is None:
+        return math.nan * returns
+    return 100 * (returns - low) / (high - low)
+
+
+# --------------------------------------------------------------------------------------- training
+
+
+def make_candidate_network(args: Args, action_dim: int) -> nn.Module:
+    return CandidateNetwork(args.num_actions, action_dim, torso=(256, 256, 256))
+
+
+def train_candidates(args: Args, run: "OfflineRun", network: nn.Module, data: "Demonstrations") -> Any:
+    """The first stage: K candidates per state by equation 1, for every seed."""
+    optimizer = optax.adam(args.candidate_learning_rate)
+    states = init_candidates(args, network, optimizer, data.observations.shape[1])
+    states, step = run.restore_candidates(states)
+    update = make_candidate_updates(network, optimizer, args)
+    seen = learned_from(args, data)
+    observations = jnp.asarray(data.observations[:seen])
+    actions = jnp.asarray(data.actions[:seen])
+    run.show_progress("candidates", args.candidate_steps, step)
+    while step < args.candidate_steps:
+        steps = min(CANDIDATE_STEPS_PER_CALL, args.candidate_steps - step)
+        states, losses = update(states, observations, actions, steps)
+        step += steps
+        temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
+        run.log_candidates(step, jnp.mean(losses), temperature)
+        run.save_candidates(step, states)
+    return states.params
+
+
+def steps_to_do(args: Args, step: int) -> int:
+    """Gradient steps until the next evaluation, checkpoint or the end, but not too many at once."""
+    to_evaluation = args.eval_every - step % args.eval_every
+    to_checkpoint = args.checkpoint_every - step % args.checkpoint_every
+    return min(STEPS_PER_CALL, args.gradient_steps - step, to_evaluation, to_checkpoint)
+
+
+def train_agents(
+    args: Args,
+    run: "OfflineRun",
+    env: gym.Env,
+    network: nn.Module,
+    candidate_params: Any,
+    data: Transitions,
+    indices: jax.Array,  # (seeds, N) the data's actions, as candidates of each seed
+) -> None:
+    """The second stage: conservative Q-learning on the candidates, for every seed."""
+    q_network = QNetwork(args.num_actions)
+    optimizer = optax.adam(args.learning_rate)
+    policy = make_policy(q_network, network, env.action_space)
+    update = make_cql_updates(q_network, optimizer, args)
+    agents = init_agents(args, q_network, optimizer, data.states.shape[1])
+    agents, step = run.restore(agents)
+    eval_envs = make_offline_envs(args, args.eval_episodes, videos=1)
+
+    def evaluate_agents() -> None:
+        params = evaluated_params(agents)
+        with run.clock_stopped():
+            run.report(step, evaluate_seeds(policy, params, candidate_params, eval_envs), params)
+
+    run.show_progress("agent", args.gradient_steps, step)
+    while step < args.gradient_steps:
+        if step % args.eval_every == 0:
+            evaluate_agents()
+        steps = steps_to_do(args, step)
+        agents, metrics = update(agents, data, indices, steps)
+        step += steps
+        run.log_update(step, metrics)
+        run.save_checkpoint_if_due(step, agents)
+    evaluate_agents()
+
+
+def train(args: Args) -> Path:
+    """Whatever can be wrong with the input is found before the run folder is made."""
+    check_args(args)
+    check_seeds_and_scores(args)
+    data, env, warning = load_dataset(args)
+    args.temperature_start = start_temperature(args, data.actions)
+    learned_from(args, data)
+    check_memory(args, data, kept_steps=0, networks=args.num_seeds)
+    network = make_candidate_network(args, env.action_space.shape[0])
+    borrowed = borrowed_seeds(args, network, data)
+    run = OfflineRun(args, warning, fps=env.metadata.get("render_fps", 30))
+    describe_data(args, data, run.log)
+    candidate_params = run.load_candidates(network, data)
+    if candidate_params is None:
+        candidate_params = borrowed or train_candidates(args, run, network, data)
+        run.keep_candidates(candidate_params)
+    indices = discretise_for_seeds(args, run, network, candidate_params, data)
+    picture_candidates(args, run.folder, network, of_seed(candidate_params, 0), data, env.action_space, run.log)
+    transitions = make_transitions(data, args.n_step, args.gamma)
+    del data  # from here on every state is in memory once
+    train_agents(args, run, env, network, candidate_params, transitions, jnp.asarray(indices))
+    run.finish()
+    return run.folder
+
+
+# =================================================================================================
+# Plumbing. The paper ends here: what follows is files, checks, videos and the command line, the same
+# in every script. Nothing below is needed to understand the algorithm.
+# =================================================================================================
+
+BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
+PROBED_STEPS = 1_000  # of one episode, played before a run to see what the environment reports
+
+BOUNDS = {  # of every number that has any
+    "max_episode_steps": (1, math.inf),
+    "seed": (0, EVALUATION_SEED - 1),
+    "num_seeds": (1, math.inf),
+    "gradient_steps": (1, math.inf),
+    "eval_every": (1, math.inf),
+    "eval_episodes": (1, math.inf),
+    "num_actions": (1, math.inf),
+    "temperature": (1e-9, 1e9),
+    "temperature_start": (1e-9, 1e9),
+    "candidate_steps": (0, math.inf),
+    "held_out_episodes": (0, math.inf),
+    "candidate_learning_rate": (1e-9, 1e9),
+    "cql_alpha": (0, 1e9),
+    "batch_size": (1, math.inf),
+    "learning_rate": (1e-9, 1e9),
+    "gamma": (0, 1),
+    "n_step": (1, math.inf),
+    "ema_decay": (0, 1 - 1e-9),
+    "target_update_period": (1, math.inf),
+    "munchausen_tau": (1e-9, 1e9),
+    "munchausen_alpha": (0, 1),
+    "munchausen_clip": (-1e9, 0),
+    "checkpoint_every": (1, math.inf),
+}
+
+
+class UserError(Exception):
+    """One line that says what is wrong and what to do; the program ends with exit code 2."""
+
+
+class Unavailable(UserError):
+    """Data that is neither here nor within reach."""
+
+
+@contextlib.contextmanager
+def as_user_error(what: str) -> Iterator[None]:
+    """Turns whatever a library raises into one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_args(args: Args) -> None:
+    for name, (low, high) in BOUNDS.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            raise UserError(f"{option(name)} is {value}: give a number from {low} to {high}")
+
+
+def environment_arguments(args: Args) -> dict[str, Any]:
+    try:
+        arguments = json.loads(args.env_kwargs)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise UserError(f"--env-kwargs is {args.env_kwargs!r}: give a JSON object, such as '{{\"name\": 1}}'")
+    return arguments
+
+
+def check_memory(args: Args, demos: "Demonstrations", kept_steps: int, networks: int = 1) -> None:
+    """What surely has to be held at once: a network that does not fit would end in the middle of the run."""
+    width = 256
+    per_candidate = width * width + width * demos.actions.shape[1]
+    kernels = 4 * args.num_actions * per_candidate  # parameters, gradient and Adam's two moments
+    activations = 4 * args.num_actions * args.batch_size * width
+    replay = kept_steps * (2 * demos.observations.shape[1] + 4)
+    needed = np.dtype(np.float32).itemsize * (networks * (kernels + activations) + replay)
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > here:
+        sizes = f"about {needed / 1e9:.0f} GB, and this machine has {here / 1e9:.0f}"
+        raise UserError(f"this run needs {sizes}: lower --num-actions or what it keeps of experience")
+
+
+def check_seeds_and_scores(args: Args) -> None:
+    highest = EVALUATION_SEED - args.num_seeds
+    if args.seed > highest:
+        raise UserError(f"--seed is {args.seed}: give a number from 0 to {highest} with --num-seeds {args.num_seeds}")
+    low, high = args.ref_min_score, args.ref_max_score
+    both_or_none = (low is None) == (high is None)
+    if not both_or_none or (low is not None and not low < high):
+        raise UserError(f"--ref-min-score is {low} and --ref-max-score {high}: give both, the smaller first")
+
+
+# ------------------------------------------------------------------------------------ fast layers
+
+
+@jax.custom_vjp
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x @ kernel. JAX's own gradient of the kernel can come out transposed, and Adam then reads it across the memory:
+    with this one a step of the candidates takes a sixth less time on a CPU."""
+    return x @ kernel
+
+
+def product_gradients(inputs: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = inputs
+    return gradient @ kernel.T, x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
+
+
+product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), product_gradients)
+
+
+def dense(width: int, init: Callable) -> nn.Dense:
+    return nn.Dense(width, kernel_init=init, dot_general=lambda x, kernel, *_, **__: product(x, kernel))
+
+
+def elu(x: jax.Array) -> jax.Array:
+    """nn.elu with exp in place of expm1, which takes twice as long on a CPU."""
+    return jnp.where(x > 0, x, jnp.exp(jnp.minimum(x, 0.0)) - 1.0)
+
+
+# ------------------------------------------------------------------------------------ environment
+
+
+@contextlib.contextmanager
+def silent_compiler() -> Iterator[None]:
+    """MuJoCo's compiler warns, once per environment, of old words in Gymnasium's own models: no concern of a user's."""
+    import mujoco
+
+    before = mujoco.get_mju_user_warning()
+    mujoco.set_mju_user_warning(lambda _: None)
+    try:
+        yield
+    finally:
+        mujoco.set_mju_user_warning(before)
+
+
+def register_installed_envs() -> None:
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
+        import gymnasium_robotics  # registers its environments, and prints a notice
+
+        gym.register_envs(gymnasium_robotics)
+
+
+class CheckedEnv(gym.wrappers.FlattenObservation):
+    """Flat observations. What goes in is in the action space, to its last bit, and what comes out is finite."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        observation, info = super().reset(**kwargs)
+        self.steps = 0
+        self.check("observation", observation, self.observation_space.shape)
+        return observation, info
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        box = self.action_space
+        action = np.clip(np.asarray(action, box.dtype), box.low, box.high)
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.steps += 1
+        self.check("observation", observation, self.observation_space.shape)
+        self.check("reward", reward, ())
+        return observation, reward, terminated, truncated, info
+
+    def check(self, what: str, value: Any, shape: tuple[int, ...]) -> None:
+        place = f"the environment's {what} at step {self.steps} of an episode"
+        if np.shape(value) != shape:
+            raise UserError(f"{place} has shape {np.shape(value)} instead of {shape}: repair the environment")
+        if not np.isfinite(value).all():
+            raise UserError(f"{place} is not finite: repair the environment, then --resume the run")
+
+
+def make_offline_env(args: Args, render: bool = False) -> gym.Env:
+    """A Gymnasium environment with a Box action space and flat observations; it only serves to evaluate."""
+    if render and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
+    register_installed_envs()
+    arguments = environment_arguments(args)
+    arguments["render_mode"] = "rgb_array" if render else None
+    limit = args.max_episode_steps
+    with warnings.catch_warnings(), as_user_error(f"cannot make environment {args.env_id!r}"), silent_compiler():
+        warnings.simplefilter("ignore", DeprecationWarning)  # v4 is not the newest: D4RL's data is older still
+        env = gym.make(args.env_id, max_episode_steps=limit, disable_env_checker=True, **arguments)
+    check_spaces(args.env_id, env.action_space, env.observation_space)
+    return CheckedEnv(env)
+
+
+def make_offline_envs(args: Args, episodes: int, videos: int) -> list[gym.Env]:
+    """An environment per episode; the first ones make pictures if asked for."""
+    return [make_offline_env(args, args.capture_video and i < videos) for i in range(episodes)]
+
+
+def seeded_reset(env: gym.Env, seed: int) -> np.ndarray:
+    """Twice, because some environments (Meta-World's) draw their task before they look at the seed."""
+    env.reset(seed=seed)
+    return env.reset(seed=seed)[0]
+
+
+def check_spaces(env_id: str, actions: gym.Space, observations: gym.Space) -> None:
+    if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
+        raise UserError(f"{env_id} has action space {actions}: AQuaDem needs a Box with one dimension")
+    if not np.issubdtype(actions.dtype, np.floating):
+        raise UserError(f"{env_id} has actions of type {actions.dtype}: AQuaDem needs a Box of floating-point numbers")
+    parts = observations.values() if isinstance(observations, gym.spaces.Dict) else [observations]
+    if not all(isinstance(part, gym.spaces.Box) for part in parts):
+        raise UserError(f"{env_id} has observation space {observations}: a Box or a Dict of Boxes is needed")
+
+
+def play_once(env_id: str, env: gym.Env) -> list[bool]:
+    """One episode, or its beginning, with nothing but zeros for actions: does each step report a success?"""
+    reports: list[bool] = []
+    ended = False
+    truncated = False
+    with as_user_error(f"{env_id} does not run"):
+        env.reset(seed=0)
+        while not ended and len(reports) < PROBED_STEPS:
+            _, _, terminated, truncated, info = env.step(np.zeros(env.action_space.shape))
+            reports.append("success" in info)
+            ended = terminated or truncated
+        env.close()
+    if env.spec.max_episode_steps is None and not truncated:
+        raise UserError(f"{env_id} has no time limit, an episode might never end: give --max-episode-steps")
+    return reports
+
+
+# --------------------------------------------------------------------------------------- dataset
+
+
+class Demonstrations(NamedTuple):
+    """All episodes one after the other."""
+
+    observations: np.ndarray  # (N, obs)
+    actions: np.ndarray  # (N, action_dim), clipped to the action space
+    rewards: np.ndarray  # (N,)
+    next_observations: np.ndarray  # (N, obs)
+    terminations: np.ndarray  # (N,) true where the task itself ended
+    ends: np.ndarray  # (N,) true at the last step of every episode, however it ended
+
+
+def open_dataset(dataset_id: str) -> Any:
+    """A Minari dataset: bundled, on disk, or else downloaded."""
+    import minari
+
+    if not re.fullmatch(r"([\w.-]+/)*[\w.-]+-v\d+", dataset_id):
+        raise UserError(f"{dataset_id!r} is not a Minari id: give one like D4RL/door/human-v2")
+    bundled = BUNDLED_DEMONSTRATIONS / dataset_id / "data"
+    with as_user_error(f"cannot read dataset {dataset_id!r}"):
+        try:
+            return minari.MinariDataset(bundled) if bundled.exists() else minari.load_dataset(dataset_id)
+        except FileNotFoundError:
+            print(f"{dataset_id} is not on this machine: fetching it from the Minari hub ...", file=sys.stderr)
+    try:
+        return minari.load_dataset(dataset_id, download=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        advice = "check the id and the network, or name another with --dataset-id"
+        raise Unavailable(f"cannot download dataset {dataset_id!r} ({reason}): {advice}") from None
+
+
+def flatten_observations(space: gym.Space, observations: Any) -> np.ndarray:
+    """A whole episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
+    parts = [observations[key] for key in space] if isinstance(space, gym.spaces.Dict) else [observations]
+    return np.concatenate([np.asarray(part, np.float32).reshape(len(part), -1) for part in parts], axis=1)
+
+
+def load_demonstrations(
+    dataset_id: str, env: gym.Env, sparse: bool = True, num_demos: int | None = None
+) -> Demonstrations:
+    """Minari episodes as arrays, checked against the environment; the reward is the environment's (see make_env)."""
+    dataset = open_dataset(dataset_id)
+    number = min(dataset.total_episodes, num_demos or sys.maxsize)
+    with as_user_error(f"cannot read dataset {dataset_id!r}"):
+        episodes = [read_episode(dataset_id, e, env, sparse) for e in dataset.iterate_episodes(range(number))]
+    whole = [episode for episode in episodes if len(episode.actions)]
+    if not whole:
+        raise UserError(f"dataset {dataset_id!r} holds no steps: choose another with --dataset-id")
+    if len(whole) < len(episodes):
+        print(f"{dataset_id}: {len(episodes) - len(whole)} episodes without a step are left out", file=sys.stderr)
+    return Demonstrations(*map(np.concatenate, zip(*whole)))
+
+
+def read_episode(dataset_id: str, episode: Any, env: gym.Env, sparse: bool) -> Demonstrations:
+    box = env.action_space
+    steps = len(episode.actions)
+    observations = flatten_observations(env.env.observation_space, episode.observations)
+    rewards = np.asarray(episode.rewards, np.float32)
+    if sparse:
+        if "success" not in (episode.infos or {}):
+            missing = "field infos has no 'success' for a sparse reward: use --reward env"
+            raise UserError(f"dataset {dataset_id!r}: {missing}")
+        success = np.asarray(episode.infos["success"], np.float32)
+        rewards = success[1:] if len(success) == steps + 1 else success  # one more is the reset's
+    for field, array, shape in (
+        ("observations", observations, (steps + 1, *env.observation_space.shape)),
+        ("actions", np.asarray(episode.actions), (steps, *box.shape)),
+        ("infos['success']" if sparse else "rewards", rewards, (steps,)),
+        ("terminations", np.asarray(episode.terminations), (steps,)),
+        ("truncations", np.asarray(episode.truncations), (steps,)),
+    ):
+        if array.shape != shape:
+            needed = f"{env.spec.id} needs {shape}"
+            raise UserError(f"dataset {dataset_id!r}: field {field} has shape {array.shape}, {needed}")
+        if not np.isfinite(array).all():
+            raise UserError(f"dataset {dataset_id!r}: field {field} of shape {shape} holds NaN or infinite values")
+    actions = np.clip(np.asarray(episode.actions, np.float32), box.low, box.high)
+    terminations = np.asarray(episode.terminations, bool)
+    ends = np.arange(steps) == steps - 1
+    return Demonstrations(observations[:-1], actions, rewards, observations[1:], terminations, ends)
+
+
+def read_d4rl_fields(path: Path, env: gym.Env) -> dict[str, np.ndarray]:
+    """The fields of a D4RL file, checked against the environment."""
+    import h5py
+
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: name a D4RL file with --dataset-path")
+    needed = ["observations", "actions", "rewards", "terminals", "timeouts"]
+    with as_user_error(f"cannot read {path} as an HDF5 file"), h5py.File(path, "r") as file:
+        missing = [name for name in needed if name not in file]
+        if missing:
+            raise UserError(f"{path} has no field {', '.join(missing)}: is it a file of D4RL?")
+        names = [*needed, *(name for name in ["next_observations"] if name in file)]
+        fields = {name: np.asarray(file[name][()], np.float32) for name in names}
+    shapes = {"observations": env.observation_space.shape, "actions": env.action_space.shape}
+    shapes["next_observations"] = shapes["observations"]
+    for name, array in fields.items():
+        shape = (len(np.atleast_1d(fields["actions"])), *shapes.get(name, ()))
+        if array.shape != shape:
+            raise UserError(f"{path}: field {name} has shape {array.shape}, {env.spec.id} needs {shape}")
+        if not np.isfinite(array).all():
+            raise UserError(f"{path}: field {name} of shape {shape} holds NaN or infinite values")
+    return fields
+
+
+def load_d4rl(path: Path, env: gym.Env) -> Demonstrations:
+    """A D4RL file as arrays. No transition reaches across an end; one whose next state is unknown is left out."""
+    fields = read_d4rl_fields(path, env)
+    observations = fields["observations"]
+    terminations = fields["terminals"] > 0
+    if len(observations) == 0:
+        raise UserError(f"{path} holds no steps: choose another with --dataset-path")
+    actions = np.clip(fields["actions"], env.action_space.low, env.action_space.high)
+    ends = terminations | (fields["timeouts"] > 0)
+    ends[-1] = True
+    lost = np.zeros(len(observations), bool)
+    if "next_observations" in fields:
+        next_observations = fields["next_observations"]
+        # A file may leave out steps: a next state that is not the following one ends the episode, too.
+        ends[:-1] |= (next_observations[:-1] != observations[1:]).any(axis=1)
+    else:
+        next_observations = np.where(ends[:, None], observations, np.roll(observations, -1, axis=0))
+        # A terminal step does not look at its next state. The last step before a time limit does, so it is left out,
+        # and the step before it becomes the last one.
+        lost = ends & ~terminations
+        ends[:-1] |= lost[1:]
+    if lost.all():
+        raise UserError(f"{path} holds no step with a known next state: choose another with --dataset-path")
+    arrays = (observations, actions, fields["rewards"], next_observations, terminations, ends)
+    return Demonstrations(*(array[~lost] for array in arrays))
+
+
+def env_id_of_dataset(metadata: dict) -> tuple[str, str | None]:
+    """The id alone: a specification's entry point and arguments would run code of the dataset's choosing.
+
+    Returns id and warning."""
+    recorded = metadata.get("eval_env_spec") or metadata.get("env_spec")
+    if not recorded:
+        raise UserError("the dataset does not say from which environment it is: name one with --env-id")
+    with as_user_error("cannot read the environment of the dataset, name it with --env-id"):
+        spec = json.loads(recorded)
+        env_id = str(spec["id"])
+        kwargs = dict(spec.get("kwargs") or {})
+    register_installed_envs()
+    if env_id not in gym.registry:  # nor is any `module:Env-v0`
+        raise UserError(f"the dataset's environment {env_id!r} is not registered here: name one with --env-id")
+    registered = gym.spec(env_id)
+    same_limit = spec.get("max_episode_steps") == registered.max_episode_steps
+    same_kwargs = {**kwargs, "render_mode": None} == {**registered.kwargs, "render_mode": None}
+    if same_limit and same_kwargs:
+        return env_id, None
+    return env_id, (
+        f"NOT THE DATASET'S ENVIRONMENT: it names {env_id} with another time limit or other arguments than those it has"
+        " here, and these are used. To evaluate in another environment, name one with --env-id."
+    )
+
+
+def env_id_of_file(path: str) -> str:
+    task = re.match("|".join(D4RL_TASKS), Path(path).name.lower())
+    if not task:
+        raise UserError("the dataset does not say from which environment it is: name one with --env-id")
+    return D4RL_TASKS[task[0]][0]
+
+
+def load_dataset(args: Args) -> tuple[Demonstrations, gym.Env, str | None]:
+    """The data, its environment and a warning. Completes the arguments: environment and reference scores."""
+    if (args.dataset_id is None) == (args.dataset_path is None):
+        raise UserError("name the data: either --dataset-id (Minari) or --dataset-path (a file of D4RL)")
+    metadata = open_dataset(args.dataset_id).storage.metadata if args.dataset_id else {}
+    warning = None
+    if args.env_id is None and args.dataset_id:
+        args.env_id, warning = env_id_of_dataset(metadata)
+    elif args.env_id is None:
+        args.env_id = env_id_of_file(args.dataset_path)
+    if args.ref_min_score is None:
+        family = re.split(r"[:/]", args.env_id)[-1].split("-")[0].lower()  # hopper of Hopper-v5
+        own = (metadata.get("ref_min_score"), metadata.get("ref_max_score"))
+        _, args.ref_min_score, args.ref_max_score = D4RL_TASKS.get(family, (None, *own))
+    play_once(args.env_id, make_offline_env(args))
+    env = make_offline_env(args)
+    if args.dataset_path:
+        return load_d4rl(Path(args.dataset_path), env), env, warning
+    return load_demonstrations(args.dataset_id, env, sparse=False), env, warning
+
+
+def describe_data(args: Args, data: Demonstrations, log: Any) -> None:
+    """What the policy behind the data achieved, to compare with."""
+    returns = np.bincount(np.cumsum(data.ends) - data.ends, data.rewards)  # (episodes,)
+    score = normalized_score(returns.mean(), args.ref_min_score, args.ref_max_score)
+    log.add_scalar("data/episodic_return", returns.mean(), 0)
+    if math.isfinite(score):
+        log.add_scalar("data/normalized_score", score, 0)
+    if not args.quiet:
+        means = f"mean return {returns.mean():.1f}, normalised score {score:.1f}"
+        print(f"data: {len(data.rewards)} steps, {len(returns)} episodes, {means}", file=sys.stderr)
+
+
+def borrowed_seeds(args: Args, network: nn.Module, data: Demonstrations) -> Any:
+    """The candidates of another run's seeds, unless this one has a copy of its own."""
+    has_a_copy = args.resume and (Path(args.resume) / "candidates.npz").exists()
+    if args.candidates_from is None or has_a_copy:
+        return None
+    path = Path(args.candidates_from) / "candidates.npz"
+    return load_seeds(path, network, data.observations.shape[1], args.num_seeds)[0]
+
+
+def learned_from(args: Args, demos: Demonstrations) -> int:
+    """How many of the demonstrated steps the candidates learn from: all but those of the last, held-out episodes."""
+    starts = np.concatenate([[0], np.flatnonzero(demos.ends) + 1])  # of every episode, then the end of the data
+    if args.held_out_episodes >= len(starts) - 1:
+        raise UserError("--held-out-episodes leaves no demonstration: give a lower one")
+    return int(starts[len(starts) - 1 - args.held_out_episodes])
+
+
+def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
+    """Every demonstrated action as the index of its nearest candidate, computed once; and a report on how near."""
+
+    @jax.jit
+    def nearest(observations: jax.Array, actions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        candidates = network.apply(params, observations)
+        index = nearest_candidate(candidates, actions)
+        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
+
+    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory of (chunk, K, D)
+    pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
+    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
+    shares = np.bincount(indices, minlength=args.num_actions) / len(indices)
+    used = shares[shares > 0]
+    log.add_scalar("candidates/in_use", len(used), 0)
+    log.add_scalar("candidates/perplexity", float(np.exp(-np.sum(used * np.log(used)))), 0)
+    log.add_scalar("candidates/nearest_distance", float(distances.mean()), 0)
+    if args.held_out_episodes:
+        unseen = learned_from(args, demos)
+        log.add_scalar("candidates/held_out_distance", float(distances[unseen:].mean()), 0)
+    log.add_histogram("candidates/usage", indices, 0, bins=np.arange(args.num_actions + 1) - 0.5)
+    return indices
+
+
+class SeedLog:
+    """TensorBoard's log with the seed in every tag: the seeds of a run write at the same step."""
+
+    def __init__(self, log: Any, seed: int):
+        self.log = log
+        self.seed = seed
+
+    def add_scalar(self, tag: str, *values: Any) -> None:
+        self.log.add_scalar(f"{tag}_seed_{self.seed}", *values)
+
+    def add_histogram(self, tag: str, *values: Any, **options: Any) -> None:
+        self.log.add_histogram(f"{tag}_seed_{self.seed}", *values, **options)
+
+
+def discretise_for_seeds(args: Args, run: "OfflineRun", network: nn.Module, params: Any, demos: Demonstrations):
+    """(seeds, N): every action as the index of the nearest candidate of every seed."""
+    logs = [SeedLog(run.log, args.seed + i) if args.num_seeds > 1 else run.log for i in range(args.num_seeds)]
+    return np.stack([discretise(args, network, of_seed(params, i), demos, log) for i, log in enumerate(logs)])
+
+
+# ----------------------------------------------------------------------------- pictures and videos
+
+
 def render(env: gym.Env) -> np.ndarray:
-    with explained("cannot render; install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"):
+    with as_user_error("cannot render; install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"):
         return env.render()
 
 
@@ -754,77 +1100,70 @@ def candidate_picture(candidates: np.ndarray, actions: np.ndarray, steps: Sequen
     return np.frombuffer(picture.getvalue(), np.uint8).reshape(height, width, 4)[..., :3]
 
 
-def of_seed(tree: Any, i: int) -> Any:
-    """The i-th seed's part of what all seeds have."""
-    return jax.tree.map(lambda leaf: leaf[i], tree)
+def picture_candidates(
+    args: Args, run: Path, network: nn.Module, params: Any, demos: Demonstrations, box: Any, log: Any
+) -> None:
+    """The candidates along the first demonstration (appendix C), as a picture and with --capture-video as a video."""
+    import imageio.v2 as imageio
+
+    length = int(np.argmax(demos.ends)) + 1
+    candidates, actions = np.asarray(network.apply(params, demos.observations[:length])), demos.actions[:length]
+    steps = np.unique(np.linspace(0, length - 1, 6).astype(int))
+    picture = candidate_picture(candidates[steps], actions[steps], steps, box)
+    imageio.imwrite(run / "candidates.png", picture)
+    log.add_image("candidates/along_a_demonstration", picture, 0, dataformats="HWC")
+    if args.capture_video:
+        frames = [candidate_picture(candidates[[t]], actions[[t]], [t], box) for t in range(length)]
+        write_video(run / "videos" / "candidates.mp4", frames, fps=25)
 
 
-def evaluate_seeds(policy: Callable, params: Any, candidate_params: Any, envs: list[gym.Env]) -> list[Evaluation]:
-    """One evaluation per seed, all from the same initial states."""
-    results = []
-    for i in range(len(jax.tree.leaves(params)[0])):
-        q, candidates = of_seed(params, i), of_seed(candidate_params, i)
-        results.append(evaluate(lambda observations, q=q, c=candidates: policy(q, c, observations), envs))
-    return results
-
-
-def normalized_score(returns: Any, low: float | None, high: float | None) -> Any:
-    """D4RL's: 0 for the return of a random policy, 100 for an expert's; NaN where these are not known."""
-    return math.nan * returns if low is None or high is None else 100 * (returns - low) / (high - low)
-
-
-# -------------------------------------------------------------------------------------------------- run folder
+# -------------------------------------------------------------------------------------- run folder
 
 
 def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
     """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON only, never a pickle."""
     arrays = {f"leaf_{i:03d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    unfinished = path.with_suffix(".partial")
-    with unfinished.open("wb") as file:
+    with replacing(path) as file:
         np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A file to write, which takes the path's place when it is whole on disk; if that fails, nothing is left of it."""
+    unfinished = path.with_suffix(".partial")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
     """The inverse of save_arrays, for a tree of the template's structure, shapes and types."""
     leaves, structure = jax.tree.flatten(template)
-    require(path.exists(), f"{path} does not exist: name a run folder that has it")
-    with explained(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+    if not path.exists():
+        raise UserError(f"{path} does not exist: name a run folder that has it")
+    with as_user_error(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
         arrays = [file[f"leaf_{i:03d}"] for i in range(len(leaves))]
         meta = json.loads(file["meta"].tobytes())
     for array, leaf in zip(arrays, leaves):
-        wrong = f"{path} holds {array.dtype}{array.shape} where {leaf.dtype}{leaf.shape} is needed"
-        require(array.shape == leaf.shape and array.dtype == leaf.dtype, wrong)
+        if array.shape != leaf.shape or array.dtype != leaf.dtype:
+            needed = f"{leaf.dtype}{leaf.shape}"
+            raise UserError(f"{path} holds {array.dtype}{array.shape} where {needed} is needed")
     return jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]), meta
 
 
-def open_run_folder(args: Args, warning: str | None) -> tuple[Path, str | None]:
-    """The folder of a new run, or of the one to resume: it keeps its warning, and from now on the present arguments, so
-    that a longer run that is interrupted again goes on to its new end."""
-    if args.track:
-        with explained("--track needs Weights & Biases (pip install wandb)"):
-            import wandb  # noqa: F401
-    if args.resume:
-        run = Path(args.resume)
-        warning = json.loads((run / "args.json").read_text()).get("warning")
-    else:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
-        with explained(f"cannot make the run folder {run}"):
-            run.mkdir(parents=True)
-    partial = run / "args.partial"
-    partial.write_text(json.dumps({**dataclasses.asdict(args), "resume": None, "warning": warning}, indent=2))
-    partial.replace(run / "args.json")
-    return run, warning
-
-
 def load_args(run: Path) -> Args:
-    with explained(f"{run} is not a run folder of this script"):
+    with as_user_error(f"{run} is not a run folder of this script"):
         saved = json.loads((run / "args.json").read_text())
-        return Args(**{field.name: saved[field.name] for field in dataclasses.fields(Args)})
+        args = Args(**{field.name: saved.get(field.name, field.default) for field in dataclasses.fields(Args)})
+        check_args(args)
+        return args
 
 
 def load_seeds(path: Path, network: nn.Module, obs_dim: int, num_seeds: int) -> tuple[Any, dict]:
@@ -846,291 +1185,250 @@ def score_table(args: Args, results: list[Evaluation]) -> dict[str, np.ndarray]:
     }
 
 
-def write_row(path: Path, step: int, scores: dict[str, float]) -> None:
-    """Adds a row to a CSV file. Rows from this step on are what an interrupted run had written: replaced."""
-    lines = path.read_text().splitlines()[1:] if path.exists() else []
-    kept = [line for line in lines if int(line.split(",")[0]) < step]
-    row = ",".join(map(str, [step, *(np.asarray(score).item() for score in scores.values())]))
-    path.with_suffix(".partial").write_text("\n".join([",".join(["step", *scores]), *kept, row]) + "\n")
-    path.with_suffix(".partial").replace(path)  # earlier rows survive a kill
+def write_rows_until(path: Path, step: int, row: dict[str, Any]) -> None:
+    """Appends to a CSV. Rows from this step on are what an interrupted run had written: replaced."""
+    kept = [line for line in read_rows(path) if int(line.split(",")[0]) < step]
+    header = ",".join(["step", *row])
+    new = ",".join(map(str, [step, *row.values()]))
+    with replacing(path) as file:
+        file.write(("\n".join([header, *kept, new]) + "\n").encode())
 
 
-def write_score_table(args: Args, run: Path, step: int, table: dict[str, np.ndarray], log: Any) -> None:
-    """evaluations.csv and TensorBoard have the mean over seeds. With several, each has a file of its own for plot.py,
-    and the deviation between them is reported, as in the paper's table."""
-    scores = {name: values.mean() for name, values in table.items()}
-    if args.num_seeds > 1:
-        for name in ("episodic_return", "normalized_score"):
-            scores[f"{name}_deviation"] = table[name].std(ddof=1)
-        for i in range(args.num_seeds):
-            name = re.sub(r"[^\w.-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed + i}")
-            write_row(run / f"{name}.csv", step, {column: values[i] for column, values in table.items()})
-    write_row(run / "evaluations.csv", step, scores)
-    for tag, score in scores.items():
-        if tag != "episodes" and np.isfinite(score):
-            log.add_scalar(f"eval/{tag}", float(score), step)
+def read_rows(path: Path) -> list[str]:
+    """The lines of a CSV of evaluations, without its header."""
+    with as_user_error(f"{path} is not a curve of this script, move it away"):
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        for line in lines:
+            int(line.split(",")[0])
+    return lines
 
 
-def catch_signals() -> list[int]:
-    """Ctrl-C and SIGTERM end up in this list and ask for a stop at the next checkpoint; a second one stops at once."""
-    asked: list[int] = []
+class OfflineRun:
+    """One training run: its folder, arguments, log, curves, checkpoints, progress, and the wish to stop."""
 
-    def handle(number: int, _: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-        print("\nstopping at the next checkpoint; once more to stop at once", file=sys.stderr)
+    def __init__(self, args: Args, warning: str | None, fps: int):
+        self.args = args
+        self.fps = fps
+        self.signals: list[int] = []
+        self.catch_signals()
+        self.check_tracking()
+        self.folder = self.open_folder()
+        self.lock = self.lock_folder()
+        if args.resume:
+            warning = json.loads((self.folder / "args.json").read_text()).get("warning")
+            read_rows(self.folder / "evaluations.csv")
+        self.write_args(warning)
+        self.log = self.open_log(warning)
+        self.bar = tqdm(disable=True)
+        self.shown: dict[str, str] = {}  # beside the progress bar
+        self.start_clock(0)
 
-    signal.signal(signal.SIGINT, handle)
-    signal.signal(signal.SIGTERM, handle)
-    return asked
+    # ------------------------------------------------------------------ beginning and end
 
+    def check_tracking(self) -> None:
+        if self.args.track:
+            with as_user_error("--track needs Weights & Biases (pip install wandb)"):
+                import wandb  # noqa: F401
 
-def exit_if_asked(signals: list[int], run: Path) -> None:
-    if signals:
-        print(f"\nstopped; continue with: python {Path(__file__).name} --resume {run}", file=sys.stderr)
-        sys.exit(128 + signals[0])
+    def open_folder(self) -> Path:
+        args = self.args
+        if args.resume:
+            return Path(args.resume)
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        folder = Path("runs") / re.sub(r"[^\w.-]", "_", name)
+        with as_user_error(f"cannot make the run folder {folder}"):
+            folder.mkdir(parents=True)
+        return folder
 
+    def lock_folder(self) -> Any:
+        """Two processes that write to one folder would spoil it. The lock ends with its process."""
+        with as_user_error(f"cannot write to {self.folder}"):
+            file = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{self.folder} is in use by another process: wait for it or stop it") from None
+        return file
 
-def make_log(args: Args, run: Path, warning: str | None) -> Any:
-    """The TensorBoard writer. What a resumed run logs again, TensorBoard itself replaces."""
-    from tensorboardX import SummaryWriter
+    def write_args(self, warning: str | None) -> None:
+        """The present arguments, so that a longer run that is interrupted again goes on to its new end."""
+        saved = {**dataclasses.asdict(self.args), "resume": None, "warning": warning}
+        with replacing(self.folder / "args.json") as file:
+            file.write(json.dumps(saved, indent=2).encode())
 
-    if args.track:
-        import wandb
+    def open_log(self, warning: str | None) -> Any:
+        """The TensorBoard writer. What a resumed run logs again, TensorBoard itself replaces."""
+        from tensorboardX import SummaryWriter
 
-        with explained("Weights & Biases does not start: run without --track"):
-            wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
-    log = SummaryWriter(str(run))
-    table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-    log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
-    if warning:
-        log.add_text("warning", warning)
-        print("\n".join(["!" * 100, warning, "!" * 100]), file=sys.stderr)
-    return log
+        arguments = dataclasses.asdict(self.args)
+        if self.args.track:
+            import wandb
 
+            with as_user_error("Weights & Biases does not start: run without --track"):
+                wandb.init(project="aquadem", name=self.folder.name, config=arguments, sync_tensorboard=True)
+        log = SummaryWriter(str(self.folder))
+        events = log.file_writer.event_writer
+        events.add_event = events._ev_writer.write_event  # at once: flush() would not wait for the writer's queue
+        table = "\n".join(f"|{key}|{value}|" for key, value in arguments.items())
+        log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
+        if warning:
+            log.add_text("warning", warning)
+            print("\n".join(["!" * 100, warning, "!" * 100]), file=sys.stderr)
+        return log
 
-def describe_data(args: Args, data: Demonstrations, log: Any) -> None:
-    """What the policy behind the data achieved, to compare with."""
-    returns = np.bincount(np.cumsum(data.ends) - data.ends, data.rewards)  # (episodes,)
-    score = normalized_score(returns.mean(), args.ref_min_score, args.ref_max_score)
-    log.add_scalar("data/episodic_return", returns.mean(), 0)
-    if math.isfinite(score):
-        log.add_scalar("data/normalized_score", score, 0)
-    if not args.quiet:
-        means = f"mean return {returns.mean():.1f}, normalised score {score:.1f}"
-        print(f"data: {len(data.rewards)} steps, {len(returns)} episodes, {means}", file=sys.stderr)
+    def finish(self) -> None:
+        self.bar.close()
+        self.log.close()
+        self.lock.close()
+        if not self.args.quiet:
+            print(f"done; evaluate with: python {Path(__file__).name} --evaluate {self.folder}")
 
+    # --------------------------------------------------------------------------- signals
 
-# --------------------------------------------------------------------------------------------------- training
+    def catch_signals(self) -> None:
+        """Ctrl-C and SIGTERM ask for a stop at the next checkpoint; a second one stops at once."""
 
+        def handle(number: int, _: Any) -> None:
+            if self.signals:
+                raise KeyboardInterrupt
+            self.signals.append(number)
+            print("\nstopping at the next checkpoint; once more to stop at once", file=sys.stderr)
 
-def seed_keys(args: Args, stage: int) -> jax.Array:
-    """(seeds, 2): seed i's key is that of a single run with --seed i."""
-    return jnp.stack([jax.random.fold_in(jax.random.PRNGKey(args.seed + i), stage) for i in range(args.num_seeds)])
+        signal.signal(signal.SIGINT, handle)
+        signal.signal(signal.SIGTERM, handle)
 
+    def stop_if_asked(self) -> None:
+        if self.signals:
+            command = f"python {Path(__file__).name} --resume {self.folder}"
+            print(f"\nstopped; continue with: {command}", file=sys.stderr)
+            sys.exit(128 + self.signals[0])
 
-def train_all_candidates(
-    args: Args, run: Path, network: nn.Module, data: Demonstrations, log: Any, signals: list
-) -> Any:
-    """The first stage: the parameters of every seed's candidates, kept in candidates.npz."""
-    path, unfinished, obs_dim = run / "candidates.npz", run / "candidates_training.npz", data.observations.shape[1]
-    if path.exists():
-        return load_seeds(path, network, obs_dim, args.num_seeds)[0]
-    if args.candidates_from:
-        params, _ = load_seeds(Path(args.candidates_from) / "candidates.npz", network, obs_dim, args.num_seeds)
-        save_arrays(path, params)
-        return params
-    optimizer = optax.adam(args.candidate_learning_rate)
+    # ----------------------------------------------------------------- progress and speed
 
-    def init(key: jax.Array) -> CandidateState:
-        key, init_key = jax.random.split(key)
-        params = network.init(init_key, jnp.zeros(obs_dim))
-        return CandidateState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
+    def show_progress(self, what: str, total: int, step: int) -> None:
+        self.bar.close()
+        self.bar = tqdm(desc=what, total=total, initial=step, unit="step", disable=self.args.quiet)
+        self.start_clock(step)
 
-    states, step = jax.jit(jax.vmap(init))(seed_keys(args, 0)), 0
-    if unfinished.exists():
-        states, meta = load_arrays(unfinished, states)
-        step = meta["step"]
-    update = make_candidate_updates(network, optimizer, args)
-    seen = learned_from(args, data)
-    observations, actions = jnp.asarray(data.observations[:seen]), jnp.asarray(data.actions[:seen])
-    progress = tqdm(desc="candidates", total=args.candidate_steps, initial=step, unit="step", disable=args.quiet)
-    while step < args.candidate_steps:
-        block = min(GRADIENT_BLOCK, args.candidate_steps - step)
-        states, losses = update(states, observations, actions, block)
-        step, loss = step + block, float(jnp.mean(losses))
-        if not math.isfinite(loss):
+    def start_clock(self, step: int) -> None:
+        self.logged_step = step
+        self.logged_time = time.perf_counter()
+
+    @contextlib.contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """charts/SPS is the speed of training alone."""
+        started = time.perf_counter()
+        yield
+        self.logged_time += time.perf_counter() - started
+
+    # ------------------------------------------------------------------------ candidates
+
+    def load_candidates(self, network: nn.Module, data: Demonstrations) -> Any:
+        """Those that this run has trained already, or None."""
+        path = self.folder / "candidates.npz"
+        if not path.exists():
+            return None
+        return load_seeds(path, network, data.observations.shape[1], self.args.num_seeds)[0]
+
+    def keep_candidates(self, params: Any) -> None:
+        save_arrays(self.folder / "candidates.npz", params)
+        (self.folder / "candidates_training.npz").unlink(missing_ok=True)
+
+    def restore_candidates(self, state: CandidateState) -> tuple[CandidateState, int]:
+        path = self.folder / "candidates_training.npz"
+        if not path.exists():
+            return state, 0
+        state, meta = load_arrays(path, state)
+        return state, meta["step"]
+
+    def log_candidates(self, step: int, loss: jax.Array, temperature: Any) -> None:
+        if not np.isfinite(loss):
             sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
-        log.add_scalar("candidates/loss", loss, step)
-        temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
-        log.add_scalar("candidates/temperature", float(temperature), step)
-        progress.set_postfix(loss=f"{loss:.5f}", refresh=False)
-        progress.update(block)
-        if step % (20 * GRADIENT_BLOCK) == 0 or signals:
-            log.flush()  # a kill loses what is not written, and a resumed run does not log it again
-            save_arrays(unfinished, states, step=step)
-            exit_if_asked(signals, run)
-    progress.close()
-    save_arrays(path, states.params)
-    unfinished.unlink(missing_ok=True)
-    return states.params
+        self.log.add_scalar("candidates/loss", float(loss), step)
+        self.log.add_scalar("candidates/temperature", float(temperature), step)
+        self.log.flush()
+        self.bar.set_postfix(loss=f"{loss:.5f}", refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def save_candidates(self, step: int, state: CandidateState) -> None:
+        if step % (20 * CANDIDATE_STEPS_PER_CALL) == 0 or self.signals:
+            self.log.flush()  # a kill loses what is not written, and a resumed run does not log it again
+            save_arrays(self.folder / "candidates_training.npz", state, step=step)
+            self.stop_if_asked()
+
+    # --------------------------------------------------------------- the agents' training
+
+    def restore(self, agents: AgentState) -> tuple[AgentState, int]:
+        """Where an interrupted run left off."""
+        path = self.folder / "state.npz"
+        if not path.exists():
+            return agents, 0
+        agents, meta = load_arrays(path, agents)
+        return agents, meta["step"]
+
+    def log_update(self, step: int, metrics: jax.Array) -> None:
+        means = np.asarray(metrics).mean(axis=0)  # over the seeds
+        if not np.isfinite(means).all():
+            sys.exit(f"error: the loss is {means[0]} at step {step}: lower --learning-rate")
+        for tag, value in zip(("q_loss", "conservative", "bellman", "q_value"), means):
+            self.log.add_scalar(f"losses/{tag}", float(value), step)
+        speed = (step - self.logged_step) / (time.perf_counter() - self.logged_time)
+        self.log.add_scalar("charts/SPS", speed, step)
+        self.log.flush()
+        self.start_clock(step)
+        self.shown["loss"] = f"{means[0]:.3f}"
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def report(self, step: int, results: list[Evaluation], params: Any) -> None:
+        """An evaluation into agent.npz, CSV, TensorBoard and the progress bar: the mean over seeds. With several, each
+        has a file of its own for plot.py, and the deviation between them is reported, as in the paper's table."""
+        args = self.args
+        save_arrays(self.folder / "agent.npz", params, step=step)
+        table = score_table(args, results)
+        scores = {name: values.mean().item() for name, values in table.items()}
+        if args.num_seeds > 1:
+            for name in ("episodic_return", "normalized_score"):
+                scores[f"{name}_deviation"] = table[name].std(ddof=1).item()
+            for i in range(args.num_seeds):
+                name = re.sub(r"[^\w.-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed + i}")
+                row = {column: values[i].item() for column, values in table.items()}
+                write_rows_until(self.folder / f"{name}.csv", step, row)
+        write_rows_until(self.folder / "evaluations.csv", step, scores)
+        for tag, score in scores.items():
+            if tag != "episodes" and math.isfinite(score):
+                self.log.add_scalar(f"eval/{tag}", score, step)
+        self.shown["return"] = f"{scores['episodic_return']:.1f}"
+        self.shown["score"] = f"{scores['normalized_score']:.1f}"
+        self.bar.set_postfix(self.shown, refresh=False)
+        if results[0].frames:
+            write_video(self.folder / "videos" / f"step_{step}.mp4", results[0].frames, self.fps)
+
+    def save_checkpoint_if_due(self, step: int, agents: AgentState) -> None:
+        if step % self.args.checkpoint_every == 0 or step == self.args.gradient_steps or self.signals:
+            self.log.flush()  # a kill loses what is not written, and a resumed run does not log it again
+            save_arrays(self.folder / "state.npz", agents, step=step)
+            self.stop_if_asked()
 
 
-def learned_from(args: Args, demos: Demonstrations) -> int:
-    """How many of the demonstrated steps the candidates learn from: all but those of the last, held-out episodes."""
-    starts = np.concatenate([[0], np.flatnonzero(demos.ends) + 1])  # of every episode, then the end of the data
-    require(args.held_out_episodes < len(starts) - 1, "--held-out-episodes leaves no demonstration: give a lower one")
-    return int(starts[len(starts) - 1 - args.held_out_episodes])
+# ------------------------------------------------------------------------- evaluation of a saved run
 
 
-def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
-    """Every demonstrated action as the index of its nearest candidate, computed once; and a report on how near."""
-
-    @jax.jit
-    def nearest(observations: jax.Array, actions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        candidates = network.apply(params, observations)
-        index = nearest_candidate(candidates, actions)
-        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
-
-    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory of (chunk, K, D)
-    pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
-    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
-    shares = np.bincount(indices, minlength=args.num_actions) / len(indices)
-    used = shares[shares > 0]
-    log.add_scalar("candidates/in_use", len(used), 0)
-    log.add_scalar("candidates/perplexity", float(np.exp(-np.sum(used * np.log(used)))), 0)
-    log.add_scalar("candidates/nearest_distance", float(distances.mean()), 0)
-    if args.held_out_episodes:
-        unseen = learned_from(args, demos)
-        log.add_scalar("candidates/held_out_distance", float(distances[unseen:].mean()), 0)
-    log.add_histogram("candidates/usage", indices, 0, bins=np.arange(args.num_actions + 1) - 0.5)
-    return indices
-
-
-def picture_candidates(
-    args: Args, run: Path, network: nn.Module, params: Any, demos: Demonstrations, box: Any, log: Any
-) -> None:
-    """The candidates along the first demonstration (appendix C), as a picture and with --capture-video as a video."""
-    import imageio.v2 as imageio
-
-    length = int(np.argmax(demos.ends)) + 1
-    candidates, actions = np.asarray(network.apply(params, demos.observations[:length])), demos.actions[:length]
-    steps = np.unique(np.linspace(0, length - 1, 6).astype(int))
-    picture = candidate_picture(candidates[steps], actions[steps], steps, box)
-    imageio.imwrite(run / "candidates.png", picture)
-    log.add_image("candidates/along_a_demonstration", picture, 0, dataformats="HWC")
-    if args.capture_video:
-        frames = [candidate_picture(candidates[[t]], actions[[t]], [t], box) for t in range(length)]
-        write_video(run / "videos" / "candidates.mp4", frames, fps=25)
-
-
-def init_agents(args: Args, q_network: nn.Module, optimizer: optax.GradientTransformation, obs_dim: int) -> AgentState:
-    def init(key: jax.Array) -> AgentState:
-        key, init_key = jax.random.split(key)
-        params = q_network.init(init_key, jnp.zeros(obs_dim))
-        average = params if args.ema_decay else None
-        return AgentState(params, average, params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
-
-    agents = jax.jit(jax.vmap(init, out_axes=SEED_AXES))(seed_keys(args, 1))
-    copies = [jax.tree.map(jnp.copy, tree) for tree in (agents.average_params, agents.target_params)]
-    return agents._replace(average_params=copies[0], target_params=copies[1])  # an update gives its buffers away
-
-
-def train_agents(
-    args: Args,
-    run: Path,
-    env: gym.Env,
-    network: nn.Module,
-    candidate_params: Any,
-    data: Transitions,
-    indices: jax.Array,
-    log: Any,
-    signals: list,
-) -> None:
-    """The second stage: blocks of gradient steps between evaluations and checkpoints, which may stand at any step."""
-    q_network, optimizer = QNetwork(args.num_actions), optax.adam(args.learning_rate)
-    agents, step = init_agents(args, q_network, optimizer, data.states.shape[1]), 0
-    if (run / "state.npz").exists():
-        agents, meta = load_arrays(run / "state.npz", agents)
-        step = meta["step"]
-    update = make_cql_updates(q_network, optimizer, args)
-    policy = make_greedy_policy(q_network, network, env.action_space)
-    eval_envs = [make_evaluation_env(args, args.capture_video and i == 0) for i in range(args.eval_episodes)]
-    progress = tqdm(desc="agent", total=args.gradient_steps, initial=step, unit="step", disable=args.quiet)
-    shown, logged_time = {}, time.perf_counter()
-    while True:
-        if step % args.eval_every == 0 or step >= args.gradient_steps:
-            results = evaluate_seeds(policy, evaluated_params(agents), candidate_params, eval_envs)
-            save_arrays(run / "agent.npz", evaluated_params(agents), step=step)
-            table = score_table(args, results)
-            write_score_table(args, run, step, table, log)
-            shown |= {"return": f"{table['episodic_return'].mean():.1f}"}
-            shown |= {"score": f"{table['normalized_score'].mean():.1f}"}
-            if results[0].frames:
-                fps = env.metadata.get("render_fps", 30)
-                write_video(run / "videos" / f"step_{step}.mp4", results[0].frames, fps)
-            logged_time = time.perf_counter()
-        if step >= args.gradient_steps:
-            break
-        to_next = [every - step % every for every in (args.eval_every, args.checkpoint_every)]
-        block = min(GRADIENT_BLOCK, args.gradient_steps - step, *to_next)
-        agents, metrics = update(agents, data, indices, block)
-        step, metrics = step + block, np.asarray(metrics).mean(axis=0)
-        if not np.isfinite(metrics).all():
-            sys.exit(f"error: the loss is {metrics[0]} at step {step}: lower --learning-rate")
-        for tag, value in zip(("q_loss", "conservative", "bellman", "q_value"), metrics):
-            log.add_scalar(f"losses/{tag}", float(value), step)
-        log.add_scalar("charts/SPS", block / (time.perf_counter() - logged_time), step)
-        logged_time = time.perf_counter()
-        shown |= {"loss": f"{metrics[0]:.3f}"}
-        progress.set_postfix(shown, refresh=False)
-        progress.update(block)
-        if step % args.checkpoint_every == 0 or step == args.gradient_steps or signals:
-            log.flush()  # a kill loses what is not written, and a resumed run does not log it again
-            save_arrays(run / "state.npz", agents, step=step)
-            exit_if_asked(signals, run)
-    progress.set_postfix(shown)
-    progress.close()
-
-
-def train(args: Args) -> Path:
-    """Whatever can be wrong with the input is found before the run folder is made."""
-    check_offline_args(args)
-    data, env = load_dataset(args)
-    args.temperature_start = start_temperature(args, data.actions)
-    learned_from(args, data)
-    network = CandidateNetwork(args.num_actions, env.action_space.shape[0], torso=(256, 256, 256))
-    if args.candidates_from and not args.resume:  # a run has a copy of its own
-        load_seeds(Path(args.candidates_from) / "candidates.npz", network, data.observations.shape[1], args.num_seeds)
-    signals = catch_signals()
-    run, warning = open_run_folder(args, None)
-    log = make_log(args, run, warning)
-    describe_data(args, data, log)
-    params = train_all_candidates(args, run, network, data, log, signals)
-    indices = [discretise(args, network, of_seed(params, i), data, log) for i in range(args.num_seeds)]
-    picture_candidates(args, run, network, of_seed(params, 0), data, env.action_space, log)
-    transitions = make_transitions(data, args.n_step, args.gamma)
-    del data  # from here on every state is in memory once
-    train_agents(args, run, env, network, params, transitions, jnp.asarray(np.stack(indices)), log, signals)
-    log.close()
-    if not args.quiet:
-        print(f"done; evaluate with: python {Path(__file__).name} --evaluate {run}")
-    return run
-
-
-def evaluate_offline_run(args: Args) -> None:
-    """Prints every seed's return and normalised score at the last evaluation's parameters, then mean and deviation."""
-    check_offline_args(args)
+def print_scores(args: Args) -> None:
+    """Every seed's return and normalised score at the last evaluation's parameters, then mean and deviation."""
+    check_args(args)
+    check_seeds_and_scores(args)
     run = Path(args.evaluate)
     saved = load_args(run)
-    envs = [make_evaluation_env(saved, args.capture_video and i < 3) for i in range(args.eval_episodes)]
-    obs_dim, box = envs[0].observation_space.shape[0], envs[0].action_space
-    network = CandidateNetwork(saved.num_actions, len(box.low), torso=(256, 256, 256))
+    saved.capture_video = args.capture_video
+    envs = make_offline_envs(saved, args.eval_episodes, videos=3)
+    box = envs[0].action_space
+    obs_dim = envs[0].observation_space.shape[0]
+    network = make_candidate_network(saved, len(box.low))
     q_network = QNetwork(saved.num_actions)
     candidate_params, _ = load_seeds(run / "candidates.npz", network, obs_dim, saved.num_seeds)
     q_params, meta = load_seeds(run / "agent.npz", q_network, obs_dim, saved.num_seeds)
-    results = evaluate_seeds(make_greedy_policy(q_network, network, box), q_params, candidate_params, envs)
+    results = evaluate_seeds(make_policy(q_network, network, box), q_params, candidate_params, envs)
     table = score_table(saved, results)
     print(f"{run}, step {meta['step']}, {len(envs)} episodes")
     names = {"return": "episodic_return", "normalised score": "normalized_score", "success": "success_rate"}
@@ -1146,39 +1444,52 @@ def evaluate_offline_run(args: Args) -> None:
         print(f"video of seed {saved.seed}: {path}")
 
 
-def require_end_ahead(run: Path, argument: str, end: int) -> None:
+def check_end_is_ahead(run: Path, argument: str, end: int) -> None:
     """A resumed run may be given another end, but none that its checkpoint has passed."""
     path = run / "state.npz"
     if path.exists():
-        with explained(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+        with as_user_error(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
             step = json.loads(file["meta"].tobytes())["step"]
-        require(step <= end, f"{run} is at step {step} already: give {argument} no less")
+        if step > end:
+            raise UserError(f"{run} is at step {step} already: give {argument} no less")
 
 
-def resumed_offline_args(args: Args) -> Args:
+def args_to_resume(args: Args) -> Args:
     """The run's own arguments; only what does not change the learning may be given anew."""
     saved = load_args(Path(args.resume))
     changed = tyro.cli(Args, default=dataclasses.replace(saved, resume=args.resume))
     free = {"resume", "gradient_steps", "eval_every", "checkpoint_every", "capture_video", "track", "quiet"}
     for field in dataclasses.fields(Args):
-        same = field.name in free or getattr(changed, field.name) == getattr(saved, field.name)
-        require(same, f"--{field.name.replace('_', '-')} cannot be changed by --resume: start a new run")
-    require_end_ahead(Path(args.resume), "--gradient-steps", changed.gradient_steps)
+        if field.name not in free and getattr(changed, field.name) != getattr(saved, field.name):
+            raise UserError(f"{option(field.name)} cannot be changed by --resume: start a new run")
+    check_end_is_ahead(Path(args.resume), "--gradient-steps", changed.gradient_steps)
     return changed
+
+
+@contextlib.contextmanager
+def errors_on_one_line() -> Iterator[None]:
+    """Bad input ends with exit code 2, a full disk with 1, and neither with a traceback."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "; free some space, then --resume the run" if full else ""
+        print(f"error: {error}{advice}", file=sys.stderr)
+        sys.exit(1 if full else 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    try:
+    with errors_on_one_line():
         if args.evaluate:
-            evaluate_offline_run(args)
+            print_scores(args)
         else:
-            train(resumed_offline_args(args) if args.resume else args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+            train(args_to_resume(args) if args.resume else args)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import io
 import json
@@ -52,6 +53,8 @@ EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED
 @dataclasses.dataclass
 class Args:
     env_id: str = "AdroitHandDoor-v1"  # any Gymnasium id with Box actions; `module:Env-v0` imports the module
+    env_kwargs: str = "{}"  # arguments of the environment as JSON, such as '{"env_name": "drawer-open-v3"}'
+    max_episode_steps: int | None = None  # time limit of an episode; default: the environment's own
     dataset_id: str | None = None  # any Minari id, local or else downloaded; default for Adroit: D4RL/<task>/human-v2
     num_demos: int | None = None  # use only the first N episodes of the dataset; default: all
     reward: Literal["sparse", "env"] | None = None  # sparse: 1 where info["success"], else 0; the default if reported
@@ -425,7 +428,7 @@ class Evaluation(NamedTuple):
 
 def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evaluation:
     """One episode in each environment, side by side, with one policy call per step for all of them."""
-    observations = [env.reset(seed=EVALUATION_SEED + i)[0] for i, env in enumerate(envs)]
+    observations = [seeded_reset(env, EVALUATION_SEED + i) for i, env in enumerate(envs)]
     observations = np.stack(observations).astype(np.float32)
     returns = np.zeros(len(envs))
     lengths = np.zeros(len(envs), int)
@@ -458,7 +461,7 @@ def make_candidate_network(args: Args, action_dim: int) -> nn.Module:
     )
 
 
-def train_candidates(args: Args, run: "Run", network: nn.Module, demos: "Demonstrations") -> Any:
+def train_candidates(args: Args, run: "CandidateRun", network: nn.Module, demos: "Demonstrations") -> Any:
     """The first stage: K candidates per state by equation 1, or those of an ablation."""
     key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 0))
     params = network.init(init_key, demos.observations[:1])
@@ -530,7 +533,7 @@ def train_agent(args: Args, run: "Run", env: gym.Env, network: nn.Module, candid
         block.append(transition)
         observation = next_observation
         step += 1
-        run.count_step(step, transition, info)
+        run.count_step(transition, reward, info)
         if len(block) == STEPS_PER_CALL:
             replay = store_block(replay, stack_transitions(block))
             block = []
@@ -547,14 +550,15 @@ def train_agent(args: Args, run: "Run", env: gym.Env, network: nn.Module, candid
 def train(args: Args) -> Path:
     """Whatever can be wrong with the input is found before the run folder is made."""
     check_args(args)
-    env = make_env(args.env_id, args.reward)
-    args.reward = "sparse" if isinstance(env.env, SparseReward) else "env"
+    args.reward = check_env(args)
+    env = make_env(args)
     demos, args.dataset_id, warning = find_demonstrations(args, env)
+    check_candidates(args, demos)
+    check_memory(args, demos, min(args.buffer_size, args.total_timesteps))
     args.temperature_start = start_temperature(args, demos.actions)
-    learned_from(args, demos)
     network = make_candidate_network(args, env.action_space.shape[0])
     borrowed = borrowed_candidates(args, network, demos)
-    run = Run(args, warning)
+    run = CandidateRun(args, warning)
     candidate_params = run.load_candidates(network, demos)
     if candidate_params is None:
         candidate_params = borrowed or train_candidates(args, run, network, demos)
@@ -573,8 +577,10 @@ def train(args: Args) -> Path:
 # =================================================================================================
 
 BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
+PROBED_STEPS = 1_000  # of one episode, played before a run to see what the environment reports
 
 BOUNDS = {  # of every number that has any
+    "max_episode_steps": (1, math.inf),
     "num_demos": (1, math.inf),
     "seed": (0, EVALUATION_SEED - 1),
     "total_timesteps": (1, math.inf),
@@ -595,7 +601,7 @@ BOUNDS = {  # of every number that has any
     "epsilon": (0, 1),
     "demo_ratio": (0, 1),
     "min_demo_reward": (-1e38, 1e38),
-    "buffer_size": (1, math.inf),
+    "buffer_size": (STEPS_PER_CALL, math.inf),
     "learning_starts": (0, math.inf),
     "ema_decay": (0, 1 - 1e-9),
     "target_update_period": (1, math.inf),
@@ -636,6 +642,30 @@ def check_args(args: Args) -> None:
             raise UserError(f"{option(name)} is {value}: give a number from {low} to {high}")
 
 
+def environment_arguments(args: Args) -> dict[str, Any]:
+    try:
+        arguments = json.loads(args.env_kwargs)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise UserError(f"--env-kwargs is {args.env_kwargs!r}: give a JSON object, such as '{{\"name\": 1}}'")
+    return arguments
+
+
+def check_memory(args: Args, demos: "Demonstrations", kept_steps: int, networks: int = 1) -> None:
+    """What surely has to be held at once: a network that does not fit would end in the middle of the run."""
+    width = 256
+    per_candidate = width * width + width * demos.actions.shape[1]
+    kernels = 4 * args.num_actions * per_candidate  # parameters, gradient and Adam's two moments
+    activations = 4 * args.num_actions * args.batch_size * width
+    replay = kept_steps * (2 * demos.observations.shape[1] + 4)
+    needed = np.dtype(np.float32).itemsize * (networks * (kernels + activations) + replay)
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > here:
+        sizes = f"about {needed / 1e9:.0f} GB, and this machine has {here / 1e9:.0f}"
+        raise UserError(f"this run needs {sizes}: lower --num-actions or what it keeps of experience")
+
+
 # ------------------------------------------------------------------------------------ fast layers
 
 
@@ -671,7 +701,35 @@ class SparseReward(gym.Wrapper):
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict]:
         observation, _, terminated, truncated, info = self.env.step(action)
+        if "success" not in info:
+            raise UserError("the environment reports info['success'] at some steps only: use --reward env")
         return observation, float(info["success"]), terminated, truncated, info
+
+
+class CheckedEnv(gym.wrappers.FlattenObservation):
+    """Flat observations. What goes in is in the action space, to its last bit, and what comes out is finite."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        observation, info = super().reset(**kwargs)
+        self.steps = 0
+        self.check("observation", observation, self.observation_space.shape)
+        return observation, info
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        box = self.action_space
+        action = np.clip(np.asarray(action, box.dtype), box.low, box.high)
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.steps += 1
+        self.check("observation", observation, self.observation_space.shape)
+        self.check("reward", reward, ())
+        return observation, reward, terminated, truncated, info
+
+    def check(self, what: str, value: Any, shape: tuple[int, ...]) -> None:
+        place = f"the environment's {what} at step {self.steps} of an episode"
+        if np.shape(value) != shape:
+            raise UserError(f"{place} has shape {np.shape(value)} instead of {shape}: repair the environment")
+        if not np.isfinite(value).all():
+            raise UserError(f"{place} is not finite: repair the environment, then --resume the run")
 
 
 @contextlib.contextmanager
@@ -687,63 +745,89 @@ def silent_compiler() -> Iterator[None]:
         mujoco.set_mju_user_warning(before)
 
 
-def make_env(env_id: str, reward: str | None, render: bool = False) -> gym.Env:
-    """A Gymnasium environment with a Box action space, flat observations, and the sparse reward if there is one."""
+def make_env(args: Args, render: bool = False) -> gym.Env:
+    """A Gymnasium environment with a Box action space, flat observations, and the sparse reward if that is wanted."""
     if render and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
         import gymnasium_robotics  # registers Adroit, and prints a notice
 
         gym.register_envs(gymnasium_robotics)
-    with as_user_error(f"cannot make environment {env_id!r}"), silent_compiler():
-        env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
-    check_spaces(env_id, env.action_space, env.observation_space)
-    if reward != "env":
-        if reports_success(env):
-            env = SparseReward(env)
-        elif reward == "sparse":
-            raise UserError(f"{env_id} reports no info['success'], so it has no sparse reward: use --reward env")
-    return gym.wrappers.FlattenObservation(env)
+    arguments = environment_arguments(args)
+    arguments["render_mode"] = "rgb_array" if render else None
+    limit = args.max_episode_steps
+    with as_user_error(f"cannot make environment {args.env_id!r}"), silent_compiler():
+        env = gym.make(args.env_id, max_episode_steps=limit, disable_env_checker=True, **arguments)
+    check_spaces(args.env_id, env.action_space, env.observation_space)
+    return CheckedEnv(SparseReward(env) if args.reward == "sparse" else env)
 
 
 def check_spaces(env_id: str, actions: gym.Space, observations: gym.Space) -> None:
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
         raise UserError(f"{env_id} has action space {actions}: AQuaDem needs a Box with one dimension")
+    if not np.issubdtype(actions.dtype, np.floating):
+        raise UserError(f"{env_id} has actions of type {actions.dtype}: AQuaDem needs a Box of floating-point numbers")
     parts = observations.values() if isinstance(observations, gym.spaces.Dict) else [observations]
     if not all(isinstance(part, gym.spaces.Box) for part in parts):
         raise UserError(f"{env_id} has observation space {observations}: a Box or a Dict of Boxes is needed")
 
 
-def reports_success(env: gym.Env) -> bool:
-    box = env.action_space
-    env.reset(seed=0)
-    _, _, _, _, info = env.step(np.clip(np.zeros(box.shape, box.dtype), box.low, box.high))
-    return "success" in info
+def check_env(args: Args) -> str:
+    """Sees that episodes end, and what they report. Returns the kind of reward."""
+    reports = play_once(args.env_id, make_env(dataclasses.replace(args, reward="env")))
+    if args.reward == "sparse" and not all(reports):
+        when = "at some steps only" if any(reports) else "never"
+        raise UserError(f"{args.env_id} reports info['success'] {when}, so it has no sparse reward: use --reward env")
+    return args.reward or ("sparse" if all(reports) else "env")
+
+
+def play_once(env_id: str, env: gym.Env) -> list[bool]:
+    """One episode, or its beginning, with nothing but zeros for actions: does each step report a success?"""
+    reports: list[bool] = []
+    ended = False
+    truncated = False
+    with as_user_error(f"{env_id} does not run"):
+        env.reset(seed=0)
+        while not ended and len(reports) < PROBED_STEPS:
+            _, _, terminated, truncated, info = env.step(np.zeros(env.action_space.shape))
+            reports.append("success" in info)
+            ended = terminated or truncated
+        env.close()
+    if env.spec.max_episode_steps is None and not truncated:
+        raise UserError(f"{env_id} has no time limit, an episode might never end: give --max-episode-steps")
+    return reports
 
 
 def make_evaluation_envs(args: Args, episodes: int, videos: int) -> list[gym.Env]:
     """An environment per episode; the first ones make pictures if asked for."""
-    return [make_env(args.env_id, args.reward, args.capture_video and i < videos) for i in range(episodes)]
+    return [make_env(args, args.capture_video and i < videos) for i in range(episodes)]
+
+
+def seeded_reset(env: gym.Env, seed: int) -> np.ndarray:
+    """Twice, because some environments (Meta-World's) draw their task before they look at the seed."""
+    env.reset(seed=seed)
+    return env.reset(seed=seed)[0]
 
 
 def first_observation(env: gym.Env) -> np.ndarray:
     return np.asarray(env.reset()[0], np.float32)
 
 
-class CandidateActions(gym.Wrapper):
+class CandidateActions(gym.Wrapper, gym.utils.RecordConstructorArgs):
     """Turns a continuous environment into Discrete(K) with the candidates of a finished run, for any discrete library.
 
     `env = CandidateActions(gym.make("AdroitHandDoor-v1"), "runs/AdroitHandDoor-v1__aquadqn__1__1700000000")`
     """
 
     def __init__(self, env: gym.Env, run: str | Path):
-        super().__init__(gym.wrappers.FlattenObservation(env))
+        gym.utils.RecordConstructorArgs.__init__(self, run=str(run))
+        super().__init__(env if isinstance(env, CheckedEnv) else CheckedEnv(env))
         args = load_args(Path(run))
-        low, high = env.action_space.low, env.action_space.high
-        network = make_candidate_network(args, len(low))
+        network = make_candidate_network(args, env.action_space.shape[0])
         params = load_candidates(Path(run), network, self.observation_space.shape[0])
         self.action_space = gym.spaces.Discrete(args.num_actions)
-        self._candidates = jax.jit(lambda observation: jnp.clip(network.apply(params, observation), low, high))
+        self._candidates = jax.jit(lambda observation: network.apply(params, observation))
+        self._observation: np.ndarray | None = None
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
         observation, info = self.env.reset(**kwargs)
@@ -751,6 +835,10 @@ class CandidateActions(gym.Wrapper):
         return observation, info
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        if self._observation is None:
+            raise gym.error.ResetNeeded("call reset() before step()")
+        if not self.action_space.contains(action):
+            raise gym.error.InvalidAction(f"{action!r} is not one of the {self.action_space.n} candidates")
         continuous = np.asarray(self._candidates(self._observation))[action]
         observation, reward, terminated, truncated, info = self.env.step(continuous)
         self._observation = np.asarray(observation, np.float32)
@@ -805,9 +893,12 @@ def load_demonstrations(
     number = min(dataset.total_episodes, num_demos or sys.maxsize)
     with as_user_error(f"cannot read dataset {dataset_id!r}"):
         episodes = [read_episode(dataset_id, e, env, sparse) for e in dataset.iterate_episodes(range(number))]
-    if sum(len(episode.actions) for episode in episodes) == 0:
+    whole = [episode for episode in episodes if len(episode.actions)]
+    if not whole:
         raise UserError(f"dataset {dataset_id!r} holds no steps: choose another with --dataset-id")
-    return Demonstrations(*map(np.concatenate, zip(*episodes)))
+    if len(whole) < len(episodes):
+        print(f"{dataset_id}: {len(episodes) - len(whole)} episodes without a step are left out", file=sys.stderr)
+    return Demonstrations(*map(np.concatenate, zip(*whole)))
 
 
 def read_episode(dataset_id: str, episode: Any, env: gym.Env, sparse: bool) -> Demonstrations:
@@ -819,11 +910,14 @@ def read_episode(dataset_id: str, episode: Any, env: gym.Env, sparse: bool) -> D
         if "success" not in (episode.infos or {}):
             missing = "field infos has no 'success' for a sparse reward: use --reward env"
             raise UserError(f"dataset {dataset_id!r}: {missing}")
-        rewards = np.asarray(episode.infos["success"], np.float32).reshape(-1)[-steps:]  # one more is the reset's
+        success = np.asarray(episode.infos["success"], np.float32)
+        rewards = success[1:] if len(success) == steps + 1 else success  # one more is the reset's
     for field, array, shape in (
         ("observations", observations, (steps + 1, *env.observation_space.shape)),
         ("actions", np.asarray(episode.actions), (steps, *box.shape)),
-        ("rewards", rewards, (steps,)),
+        ("infos['success']" if sparse else "rewards", rewards, (steps,)),
+        ("terminations", np.asarray(episode.terminations), (steps,)),
+        ("truncations", np.asarray(episode.truncations), (steps,)),
     ):
         if array.shape != shape:
             needed = f"{env.spec.id} needs {shape}"
@@ -866,6 +960,13 @@ def learned_from(args: Args, demos: Demonstrations) -> int:
     if args.held_out_episodes >= len(starts) - 1:
         raise UserError("--held-out-episodes leaves no demonstration: give a lower one")
     return int(starts[len(starts) - 1 - args.held_out_episodes])
+
+
+def check_candidates(args: Args, demos: Demonstrations) -> None:
+    learned_from(args, demos)
+    different = len(np.unique(demos.actions, axis=0))
+    if args.candidates == "kmeans" and args.num_actions > different:
+        raise UserError(f"--num-actions {args.num_actions} is more than the {different} different actions: lower it")
 
 
 def warn_of_raised_rewards(args: Args, rewards: np.ndarray) -> None:
@@ -994,12 +1095,23 @@ def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
     """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON only, never a pickle."""
     arrays = {f"leaf_{i:03d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    unfinished = path.with_suffix(".partial")
-    with unfinished.open("wb") as file:
+    with replacing(path) as file:
         np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A file to write, which takes the path's place when it is whole on disk; if that fails, nothing is left of it."""
+    unfinished = path.with_suffix(".partial")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
@@ -1020,7 +1132,9 @@ def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
 def load_args(run: Path) -> Args:
     with as_user_error(f"{run} is not a run folder of this script"):
         saved = json.loads((run / "args.json").read_text())
-        return Args(**{field.name: saved[field.name] for field in dataclasses.fields(Args)})
+        args = Args(**{field.name: saved.get(field.name, field.default) for field in dataclasses.fields(Args)})
+        check_args(args)
+        return args
 
 
 def load_candidates(run: Path, network: nn.Module, obs_dim: int) -> Any:
@@ -1070,12 +1184,20 @@ def restore_rows(path: Path, count: int, row_size: int) -> np.ndarray:
 
 def write_rows_until(path: Path, step: int, row: dict[str, Any]) -> None:
     """Appends to a CSV. Rows from this step on are what an interrupted run had written: replaced."""
-    lines = path.read_text().splitlines()[1:] if path.exists() else []
-    kept = [line for line in lines if int(line.split(",")[0]) < step]
+    kept = [line for line in read_rows(path) if int(line.split(",")[0]) < step]
     header = ",".join(["step", *row])
     new = ",".join(map(str, [step, *row.values()]))
-    path.with_suffix(".partial").write_text("\n".join([header, *kept, new]) + "\n")
-    path.with_suffix(".partial").replace(path)
+    with replacing(path) as file:
+        file.write(("\n".join([header, *kept, new]) + "\n").encode())
+
+
+def read_rows(path: Path) -> list[str]:
+    """The lines of a CSV of evaluations, without its header."""
+    with as_user_error(f"{path} is not a curve of this script, move it away"):
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        for line in lines:
+            int(line.split(",")[0])
+    return lines
 
 
 class Run:
@@ -1090,6 +1212,7 @@ class Run:
         self.lock = self.lock_folder()
         if args.resume:
             warning = json.loads((self.folder / "args.json").read_text()).get("warning")
+            read_rows(self.folder / "evaluations.csv")
         self.write_args(warning)
         self.log = self.open_log(warning)
         self.bar = tqdm(disable=True)
@@ -1115,7 +1238,8 @@ class Run:
 
     def lock_folder(self) -> Any:
         """Two processes that write to one folder would spoil it. The lock ends with its process."""
-        file = (self.folder / "lock").open("w")
+        with as_user_error(f"cannot write to {self.folder}"):
+            file = (self.folder / "lock").open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -1124,10 +1248,9 @@ class Run:
 
     def write_args(self, warning: str | None) -> None:
         """The present arguments, so that a longer run that is interrupted again goes on to its new end."""
-        partial = self.folder / "args.partial"
         saved = {**dataclasses.asdict(self.args), "resume": None, "warning": warning}
-        partial.write_text(json.dumps(saved, indent=2))
-        partial.replace(self.folder / "args.json")
+        with replacing(self.folder / "args.json") as file:
+            file.write(json.dumps(saved, indent=2).encode())
 
     def open_log(self, warning: str | None) -> Any:
         """The TensorBoard writer. What a resumed run logs again, TensorBoard itself replaces."""
@@ -1195,40 +1318,6 @@ class Run:
         yield
         self.logged_time += time.perf_counter() - started
 
-    # ------------------------------------------------------------------------ candidates
-
-    def load_candidates(self, network: nn.Module, demos: Demonstrations) -> Any:
-        """Those that this run has trained already, or None."""
-        if not (self.folder / "candidates.npz").exists():
-            return None
-        return load_candidates(self.folder, network, demos.observations.shape[1])
-
-    def keep_candidates(self, params: Any) -> None:
-        save_arrays(self.folder / "candidates.npz", params)
-        (self.folder / "candidates_training.npz").unlink(missing_ok=True)
-
-    def restore_candidates(self, state: CandidateState) -> tuple[CandidateState, int]:
-        path = self.folder / "candidates_training.npz"
-        if not path.exists():
-            return state, 0
-        state, meta = load_arrays(path, state)
-        return state, meta["step"]
-
-    def log_candidates(self, step: int, loss: jax.Array, temperature: Any) -> None:
-        if not np.isfinite(loss):
-            sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
-        self.log.add_scalar("candidates/loss", float(loss), step)
-        self.log.add_scalar("candidates/temperature", float(temperature), step)
-        self.log.flush()
-        self.bar.set_postfix(loss=f"{loss:.5f}", refresh=False)
-        self.bar.update(step - self.bar.n)
-
-    def save_candidates(self, step: int, state: CandidateState) -> None:
-        if step % (20 * CANDIDATE_STEPS_PER_CALL) == 0 or self.signals:
-            self.log.flush()  # a kill loses what is not written, and a resumed run does not log it again
-            save_arrays(self.folder / "candidates_training.npz", state, step=step)
-            self.stop_if_asked()
-
     # ---------------------------------------------------------------- the agent's training
 
     def start_episode(self) -> None:
@@ -1236,13 +1325,9 @@ class Run:
         self.episode_length = 0
         self.success: float | None = None
 
-    def count_step(self, step: int, transition: Transition, info: dict) -> None:
-        for name, value in (("observation", transition.next_observation), ("reward", transition.reward)):
-            if not np.isfinite(value).all():
-                advice = f"repair the environment, then --resume {self.folder}"
-                raise UserError(f"the environment's {name} is not finite at step {step}: {advice}")
+    def count_step(self, transition: Transition, reward: float, info: dict) -> None:
         self.unsaved.append(pack(transition))
-        self.episode_return += float(transition.reward)
+        self.episode_return += float(reward)
         self.episode_length += 1
         if "success" in info:
             self.success = max(self.success or 0.0, float(info["success"]))
@@ -1289,10 +1374,13 @@ class Run:
         """An environment can be restored between two episodes only, so save before one more passes the limit."""
         if step + self.last_length <= self.saved_step + self.args.checkpoint_every and not self.signals:
             return
-        append_rows(self.folder / "replay.f32", self.unsaved)
+        first = not (self.folder / "state.npz").exists()
+        append_rows(self.folder / ("replay.partial" if first else "replay.f32"), self.unsaved)
         self.log.flush()  # a kill loses what is not written, and a resumed run does not log it again
         generator = env.unwrapped.np_random.bit_generator.state
         save_arrays(self.folder / "state.npz", state, step=step, env_generator=generator)
+        if first:
+            (self.folder / "replay.partial").replace(self.folder / "replay.f32")
         self.unsaved = []
         self.saved_step = step
         self.stop_if_asked()
@@ -1302,23 +1390,67 @@ class Run:
         self.unsaved: list[np.ndarray] = []
         self.fps = env.metadata.get("render_fps", 30)
         path = self.folder / "replay.f32"
+        unfinished = self.folder / "replay.partial"
         if not (self.folder / "state.npz").exists():
-            path.unlink(missing_ok=True)  # of a run that was killed before its first checkpoint was whole
+            if path.exists():
+                advice = "bring it back, or delete the replay to start the agent anew"
+                raise UserError(f"{self.folder} has a replay.f32 but no state.npz: {advice}")
+            unfinished.unlink(missing_ok=True)  # of a run that was killed before its first checkpoint was whole
             return state, replay, [], 0
+        if unfinished.exists():
+            unfinished.replace(path)  # killed at the end of its first checkpoint
         state, meta = load_arrays(self.folder / "state.npz", state)
         env.unwrapped.np_random.bit_generator.state = meta["env_generator"]
         step = meta["step"]
         stored = step - step % STEPS_PER_CALL
         template = replay.transitions
-        capacity = len(template.reward)
+        capacity = len(template.ended)
         row_size = sum(math.prod(array.shape[1:]) for array in template)
         rows = restore_rows(path, step, row_size)
+        if not np.isfinite(rows).all():
+            raise UserError(f"{path} holds NaN or infinite values: this run cannot be resumed")
         kept = np.arange(max(0, stored - capacity), stored)
         ring = np.zeros((capacity, row_size), np.float32)
         ring[kept % capacity] = rows[kept]
         transitions = jax.tree.map(jnp.asarray, unpack(ring, template))
         block = [unpack(np.array(row), template) for row in rows[stored:]]
         return state, Replay(transitions, jnp.asarray(stored, jnp.int32)), block, step
+
+
+class CandidateRun(Run):
+    """A run whose first stage learns candidates."""
+
+    def load_candidates(self, network: nn.Module, demos: Demonstrations) -> Any:
+        """Those that this run has trained already, or None."""
+        if not (self.folder / "candidates.npz").exists():
+            return None
+        return load_candidates(self.folder, network, demos.observations.shape[1])
+
+    def keep_candidates(self, params: Any) -> None:
+        save_arrays(self.folder / "candidates.npz", params)
+        (self.folder / "candidates_training.npz").unlink(missing_ok=True)
+
+    def restore_candidates(self, state: CandidateState) -> tuple[CandidateState, int]:
+        path = self.folder / "candidates_training.npz"
+        if not path.exists():
+            return state, 0
+        state, meta = load_arrays(path, state)
+        return state, meta["step"]
+
+    def log_candidates(self, step: int, loss: jax.Array, temperature: Any) -> None:
+        if not np.isfinite(loss):
+            sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
+        self.log.add_scalar("candidates/loss", float(loss), step)
+        self.log.add_scalar("candidates/temperature", float(temperature), step)
+        self.log.flush()
+        self.bar.set_postfix(loss=f"{loss:.5f}", refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def save_candidates(self, step: int, state: CandidateState) -> None:
+        if step % (20 * CANDIDATE_STEPS_PER_CALL) == 0 or self.signals:
+            self.log.flush()  # a kill loses what is not written, and a resumed run does not log it again
+            save_arrays(self.folder / "candidates_training.npz", state, step=step)
+            self.stop_if_asked()
 
 
 # ------------------------------------------------------------------------- evaluation of a saved run
@@ -1329,6 +1461,19 @@ def wilson_interval(successes: np.ndarray, z: float = 1.96) -> tuple[float, floa
     n, p = len(successes), float(np.mean(successes))
     centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
+
+
+def print_success(successes: np.ndarray, seen: int) -> None:
+    """With its interval; and once more for the states that no evaluation of the training began in."""
+    if np.isnan(successes).any():  # an environment need not report it
+        return
+    low, high = wilson_interval(successes)
+    print(f"success {successes.mean():.3f} ({low:.3f} to {high:.3f})")
+    fresh = successes[seen:]
+    if len(fresh):
+        low, high = wilson_interval(fresh)
+        where = f"on the {len(fresh)} states that training never evaluated"
+        print(f"success {fresh.mean():.3f} ({low:.3f} to {high:.3f}) {where}")
 
 
 def evaluate_run(args: Args) -> None:
@@ -1351,9 +1496,7 @@ def evaluate_run(args: Args) -> None:
     print(f"{run}, step {meta['step']}, {len(envs)} episodes")
     half = 1.96 * result.returns.std(ddof=1) / math.sqrt(len(envs)) if len(envs) > 1 else math.nan
     print(f"return  {result.returns.mean():.3f} +- {half:.3f}")
-    if not np.isnan(result.successes).any():
-        low, high = wilson_interval(result.successes)
-        print(f"success {result.successes.mean():.3f} ({low:.3f} to {high:.3f})")
+    print_success(result.successes, saved.eval_episodes)
     if result.frames:
         path = run / "videos" / f"evaluation_{meta['step']}.mp4"
         write_video(path, result.frames, envs[0].metadata.get("render_fps", 30))
@@ -1382,18 +1525,30 @@ def resumed_args(args: Args) -> Args:
     return changed
 
 
+@contextlib.contextmanager
+def errors_on_one_line() -> Iterator[None]:
+    """Bad input ends with exit code 2, a full disk with 1, and neither with a traceback."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "; free some space, then --resume the run" if full else ""
+        print(f"error: {error}{advice}", file=sys.stderr)
+        sys.exit(1 if full else 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    try:
+    with errors_on_one_line():
         if args.evaluate:
             evaluate_run(args)
         else:
             train(resumed_args(args) if args.resume else args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

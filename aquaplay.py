@@ -13,6 +13,7 @@ then train Munchausen DQN on them, for one task after the other. The bang-bang b
 
     python aquaplay.py --task open_slide
     python aquaplay.py --task all --discretization bb3
+    python aquaplay.py --evaluate runs/RoboDesk-open_slide__aquaplay__1__1700000000 --capture-video
 
 Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
 "Continuous Control with Action Quantization from Demonstrations", ICML 2022.
@@ -20,6 +21,8 @@ Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import hashlib
 import importlib.util
 import io
@@ -46,263 +49,58 @@ import optax
 import tyro
 from tqdm import tqdm
 
-UPDATE_BLOCK = 8  # environment steps, then as many updates in one call (the authors' code: 8 SGD steps per step)
-CANDIDATE_BLOCK = 500  # candidate-network steps in one call
+STEPS_PER_CALL = 8  # environment steps, and then as many updates in one call: one update per step
+CANDIDATE_STEPS_PER_CALL = 500
 START_TEMPERATURE = 0.25  # of the demonstrated actions' variance, unless --temperature-start is given
 EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED + i; --seed stays below it
-BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
-PLAY = "aquadem/robodesk/play-v0"  # what `record.py play` records unless told otherwise
-BASE_TASKS = (  # the nine of the paper, what --task all goes through
-    "open_slide open_drawer push_green stack upright_block_off_table flat_block_in_bin flat_block_in_shelf "
-    "lift_upright_block lift_ball"
-).split()
 MESHES = {"bb2": 2, "bb3": 3, "bb5": 5}  # values per action dimension, from -1 to 1 (appendix)
 
 
 @dataclasses.dataclass
 class Args:
-    task: str = "open_slide"
-    """a RoboDesk task; all: the nine base tasks one after the other"""
-    dataset_id: str | None = None
-    """any Minari id with play on this desk; default: aquadem/robodesk/play-v0, recorded first if there is none"""
-    num_demos: int | None = None
-    """use only the first N episodes of the dataset; default: all"""
-    robodesk_rewards: Literal["upstream", "fixed"] = "fixed"
-    """upstream: the package's, as in the paper, where "lift" and "off_table" do not reward what they are named after;
-    fixed (not the paper's, and the default because success is what we report): they do; see robodesk_env.py"""
-    seed: int = 1
-    """seed of networks, batches, exploration and environment; equal seeds give bit-identical runs on a CPU"""
-    total_timesteps: int = 1_000_000
-    """environment steps"""
-    eval_every: int = 50_000
-    """environment steps between evaluations"""
-    eval_episodes: int = 30
-    """episodes of an evaluation, greedy, always from the same initial states"""
-    exp_name: str | None = None
-    """part of the run folder's name: runs/{env_id}__{exp_name}__{seed}__{unix time}; default: aquaplay, or bb2, ..."""
+    task: str = "open_slide"  # a RoboDesk task; all: the nine base tasks one after the other
+    dataset_id: str | None = None  # any Minari id with play on this desk; default: record.py's, recorded if missing
+    num_demos: int | None = None  # use only the first N episodes of the dataset; default: all
+    robodesk_rewards: Literal["upstream", "fixed"] = "fixed"  # upstream: the paper's, faulty in "lift" and "off_table"
+    seed: int = 1  # equal seeds give bit-identical runs on a CPU with as many threads
+    total_timesteps: int = 1_000_000  # environment steps
+    eval_every: int = 50_000  # environment steps between evaluations
+    eval_episodes: int = 30  # episodes of an evaluation, greedy, always from the same initial states
+    exp_name: str | None = None  # part of the folder's name; default: aquaplay, or the mesh's: bb2, bb3, bb5
 
-    discretization: Literal["aquadem", "bb2", "bb3", "bb5"] = "aquadem"
-    """aquadem: candidates learned from play; bb2, bb3, bb5: 32, 243 or 3125 fixed actions, a mesh of the box"""
-    num_actions: int = 30
-    """K, candidate actions per state (a mesh has its own number)"""
-    temperature: float = 1e-4
-    """T of the soft minimum"""
-    temperature_start: float | None = None
-    """T at the first step, from where it falls to --temperature in the first half of the training; default: a quarter
-    of the demonstrated actions' variance; equal to --temperature: constant, as in the paper"""
-    candidate_steps: int = 50_000
-    """gradient steps of the candidate network"""
-    held_out_episodes: int = 0
-    """the last N demonstrations are kept from the candidates, to see how near to unseen actions they come"""
-    candidate_learning_rate: float = 1e-3
-    """Adam's learning rate for the candidate network"""
-    input_dropout: float = 0.1
-    """dropout on the observation while training the candidates"""
-    hidden_dropout: float = 0.1
-    """dropout after every hidden layer while training the candidates"""
-    candidates_from: str | None = None
-    """run folder whose candidates are used; default: one under runs/ with the same data, settings and seed, if any"""
+    discretization: Literal["aquadem", "bb2", "bb3", "bb5"] = "aquadem"  # aquadem: learned; bb: a mesh of fixed actions
+    num_actions: int = 30  # K, candidate actions per state (a mesh has its own number)
+    temperature: float = 1e-4  # T of the soft minimum
+    temperature_start: float | None = None  # T at first; default: a quarter of the actions' variance (paper: = T)
+    candidate_steps: int = 50_000  # gradient steps of the candidate network
+    held_out_episodes: int = 0  # the candidates never see the last N demonstrations: are they near those, too?
+    candidate_learning_rate: float = 1e-3  # Adam's, for the candidate network
+    input_dropout: float = 0.1  # on the observation while training the candidates
+    hidden_dropout: float = 0.1  # after every hidden layer while training the candidates
+    candidates_from: str | None = None  # run whose candidates are used; default: one of the same play and settings
 
-    batch_size: int = 256
-    """batch of both networks"""
-    learning_rate: float = 1e-4
-    """Adam's learning rate for the Q-network"""
-    gamma: float = 0.99
-    """discount (the authors' code)"""
-    n_step: int = 3
-    """length of the multi-step return"""
-    epsilon: float = 0.1
-    """probability of a uniformly random candidate while training"""
-    buffer_size: int = 1_000_000
-    """transitions kept in the replay buffer"""
-    learning_starts: int = 1_000
-    """environment steps before the first update (the authors' code)"""
-    ema_decay: float = 0.999
-    """the average of the Q-network that is evaluated and kept changes by 1 - decay per update; 0: none, as in the paper
-    """
-    target_update_period: int = 100
-    """updates between copies into the target network (the authors' code)"""
-    munchausen_tau: float = 0.03
-    """entropy temperature of Munchausen DQN"""
-    munchausen_alpha: float = 0.9
-    """weight of the log-policy in the reward of Munchausen DQN"""
-    munchausen_clip: float = -1e3
-    """lower bound of that log-policy term (the authors' code)"""
+    batch_size: int = 256  # of both networks
+    learning_rate: float = 1e-4  # Adam's, for the Q-network
+    gamma: float = 0.99  # discount (the authors' code)
+    n_step: int = 3  # length of the multi-step return
+    epsilon: float = 0.1  # probability of a uniformly random candidate while training
+    buffer_size: int = 1_000_000  # transitions kept in the replay buffer
+    learning_starts: int = 1_000  # environment steps before the first update (the authors' code)
+    ema_decay: float = 0.999  # per update, of the averaged Q-network that is evaluated; 0: none, as in the paper
+    target_update_period: int = 100  # updates between copies into the target network (the authors' code)
+    munchausen_tau: float = 0.03  # entropy temperature of Munchausen DQN
+    munchausen_alpha: float = 0.9  # weight of the log-policy in the reward of Munchausen DQN
+    munchausen_clip: float = -1e3  # lower bound of that log-policy term (the authors' code)
 
-    checkpoint_every: int = 10_000
-    """environment steps between checkpoints, each written at the end of an episode"""
-    resume: str | None = None
-    """run folder to continue, with its own arguments"""
-    evaluate: str | None = None
-    """run folder to evaluate instead of training"""
-    capture_video: bool = False
-    """record videos: of evaluation episodes, and of the candidates along a piece of play"""
-    track: bool = False
-    """log to Weights & Biases too (if it is installed)"""
-    quiet: bool = False
-    """no progress bars, only warnings and errors"""
-
-    env_id = property(lambda self: f"RoboDesk-{self.task}")  # in the run folder's name
-    candidates = property(lambda self: "learned")  # what the blocks shared with aquadqn.py ask for
+    checkpoint_every: int = 10_000  # environment steps between checkpoints, each at the end of an episode
+    resume: str | None = None  # run folder to continue, with its own arguments
+    evaluate: str | None = None  # run folder to evaluate instead of training
+    capture_video: bool = False  # of evaluation episodes, and of the candidates along a piece of play
+    track: bool = False  # log to Weights & Biases too (if it is installed)
+    quiet: bool = False  # no progress bars, only warnings and errors
 
 
-class UserError(Exception):
-    """One line that says what is wrong and what to do; the program ends with exit code 2."""
-
-
-class Unavailable(UserError):
-    """Data that is neither here nor within reach."""
-
-
-def require(condition: Any, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
-@contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turns whatever a library raises into one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
-
-
-def check_play_args(args: Args) -> None:
-    counts = "num_demos num_actions batch_size n_step total_timesteps eval_every eval_episodes buffer_size"
-    bounds = dict.fromkeys(f"{counts} target_update_period checkpoint_every".split(), (1, math.inf))
-    bounds |= dict.fromkeys(["candidate_steps", "held_out_episodes", "learning_starts"], (0, math.inf))
-    bounds |= dict.fromkeys(["epsilon", "gamma"], (0, 1))
-    bounds |= dict.fromkeys(["input_dropout", "hidden_dropout"], (0, 0.99))
-    bounds |= dict.fromkeys(["temperature", "learning_rate", "candidate_learning_rate", "munchausen_tau"], (1e-9, 1e9))
-    bounds |= {
-        "munchausen_alpha": (0, 1),
-        "ema_decay": (0, 1 - 1e-9),
-        "temperature_start": (1e-9, 1e9),
-        "munchausen_clip": (-1e9, 0),
-    }
-    for name, (low, high) in {**bounds, "seed": (0, EVALUATION_SEED - 1)}.items():
-        value = getattr(args, name)
-        if value is not None:
-            require(low <= value <= high, f"--{name.replace('_', '-')} is {value}: give a number from {low} to {high}")
-
-
-# ------------------------------------------------------------------------------------------------ environment
-
-
-def make_desk(task: str, rewards: Literal["upstream", "fixed"], render: bool = False) -> gym.Env:
-    """A RoboDesk task by its name, with flat observations; robodesk_env.py registers them all."""
-    if render and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
-    installed = importlib.util.find_spec("robodesk")
-    require(installed, "RoboDesk is not installed: pip install robodesk==1.0.0 dm_control==1.0.50 mujoco==3.17.0")
-    env_id, mode = f"robodesk_env:RoboDesk/{task}-v0", "rgb_array" if render else None
-    with explained(f"cannot make the RoboDesk task {task!r}"):
-        try:
-            env = gym.make(env_id, robodesk_rewards=rewards, render_mode=mode, disable_env_checker=True)
-        except gym.error.NameNotFound:
-            known = [spec.name for spec in gym.registry.values() if spec.namespace == "RoboDesk"]
-            raise UserError(f"RoboDesk has no task {task!r}: choose one of {', '.join(known)}") from None
-        return gym.wrappers.FlattenObservation(env)
-
-
-def first_observation(env: gym.Env) -> np.ndarray:
-    return np.asarray(env.reset()[0], np.float32)
-
-
-# -------------------------------------------------------------------------------------------------- play data
-
-
-class Demonstrations(NamedTuple):
-    """All episodes one after the other."""
-
-    observations: np.ndarray  # (N, obs)
-    actions: np.ndarray  # (N, action_dim), clipped to the action space
-    rewards: np.ndarray  # (N,)
-    next_observations: np.ndarray  # (N, obs)
-    terminations: np.ndarray  # (N,) true where the task itself ended
-    ends: np.ndarray  # (N,) true at the last step of every episode, however it ended
-
-
-def open_dataset(dataset_id: str) -> Any:
-    """A Minari dataset: bundled, on disk, or else downloaded."""
-    import minari
-
-    well_formed = re.fullmatch(r"([\w.-]+/)*[\w.-]+-v\d+", dataset_id)
-    require(well_formed, f"{dataset_id!r} is not a Minari id: give one like D4RL/door/human-v2")
-    bundled = BUNDLED_DEMONSTRATIONS / dataset_id / "data"
-    with explained(f"cannot read dataset {dataset_id!r}"):
-        try:
-            return minari.MinariDataset(bundled) if bundled.exists() else minari.load_dataset(dataset_id)
-        except FileNotFoundError:
-            print(f"{dataset_id} is not on this machine: fetching it from the Minari hub ...", file=sys.stderr)
-    try:
-        return minari.load_dataset(dataset_id, download=True)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        advice = "check the id and the network, or name another with --dataset-id"
-        raise Unavailable(f"cannot download dataset {dataset_id!r} ({reason}): {advice}") from None
-
-
-def flatten_observations(space: gym.Space, observations: Any) -> np.ndarray:
-    """A whole episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
-    parts = [observations[key] for key in space] if isinstance(space, gym.spaces.Dict) else [observations]
-    return np.concatenate([np.asarray(part, np.float32).reshape(len(part), -1) for part in parts], axis=1)
-
-
-def load_demonstrations(
-    dataset_id: str, env: gym.Env, sparse: bool = True, num_demos: int | None = None
-) -> Demonstrations:
-    """Minari episodes as arrays, checked against the environment; the reward is the environment's (see make_env)."""
-    dataset, box, episodes = open_dataset(dataset_id), env.action_space, []
-    with explained(f"cannot read dataset {dataset_id!r}"):
-        for episode in dataset.iterate_episodes(range(min(dataset.total_episodes, num_demos or sys.maxsize))):
-            observations = flatten_observations(env.env.observation_space, episode.observations)
-            steps, rewards = len(episode.actions), np.asarray(episode.rewards, np.float32)
-            if sparse:
-                missing = f"dataset {dataset_id!r}: field infos has no 'success' for a sparse reward: use --reward env"
-                require("success" in (episode.infos or {}), missing)
-                # One entry more than steps is the reset's.
-                rewards = np.asarray(episode.infos["success"], np.float32).reshape(-1)[-steps:]
-            for field, array, shape in (
-                ("observations", observations, (steps + 1, *env.observation_space.shape)),
-                ("actions", np.asarray(episode.actions), (steps, *box.shape)),
-                ("rewards", rewards, (steps,)),
-            ):
-                wrong = f"dataset {dataset_id!r}: field {field} has shape {array.shape}, {env.spec.id} needs {shape}"
-                require(array.shape == shape, wrong)
-                bad = f"dataset {dataset_id!r}: field {field} of shape {shape} holds NaN or infinite values"
-                require(np.isfinite(array).all(), bad)
-            actions = np.clip(np.asarray(episode.actions, np.float32), box.low, box.high)
-            terminations, ends = np.asarray(episode.terminations, bool), np.arange(steps) == steps - 1
-            episodes.append((observations[:-1], actions, rewards, observations[1:], terminations, ends))
-    empty = f"dataset {dataset_id!r} holds no steps: choose another with --dataset-id"
-    require(sum(len(episode[1]) for episode in episodes), empty)
-    return Demonstrations(*map(np.concatenate, zip(*episodes)))
-
-
-# --------------------------------------------------------------------------------------------------- networks
-
-
-@jax.custom_vjp
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x @ kernel. JAX's own gradient of the kernel can come out transposed, and Adam then reads it across the memory:
-    with this one a step of the candidates takes a sixth less time on a CPU."""
-    return x @ kernel
-
-
-def product_gradients(inputs: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = inputs
-    return gradient @ kernel.T, x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
-
-
-product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), product_gradients)
-
-
-def dense(width: int, init: Callable) -> nn.Dense:
-    return nn.Dense(width, kernel_init=init, dot_general=lambda x, kernel, *_, **__: product(x, kernel))
+# --------------------------------------------------------------------------------------- networks
 
 
 class CandidateNetwork(nn.Module):
@@ -346,7 +144,7 @@ class CandidateNetwork(nn.Module):
 
 
 class FixedCandidates(nn.Module):
-    """The K-means ablation: the same K actions in every state."""
+    """The bang-bang baselines: the same K actions in every state."""
 
     num_actions: int
     action_dim: int
@@ -358,13 +156,9 @@ class FixedCandidates(nn.Module):
 
 
 def bang_bang_actions(values: int, action_dim: int) -> np.ndarray:
-    """The baselines' mesh: every combination of evenly spaced values from -1 to 1. (values^action_dim, action_dim)."""
-    return np.array(list(itertools.product(np.linspace(-1, 1, values), repeat=action_dim)), np.float32)
-
-
-def elu(x: jax.Array) -> jax.Array:
-    """nn.elu with exp in place of expm1, which takes twice as long on a CPU."""
-    return jnp.where(x > 0, x, jnp.exp(jnp.minimum(x, 0.0)) - 1.0)
+    """Every combination of evenly spaced values from -1 to 1. (values^action_dim, action_dim)."""
+    mesh = itertools.product(np.linspace(-1, 1, values), repeat=action_dim)
+    return np.array(list(mesh), np.float32)
 
 
 class QNetwork(nn.Module):
@@ -381,7 +175,7 @@ class QNetwork(nn.Module):
         return dense(self.num_actions, init)(x)
 
 
-# ----------------------------------------------------------------------------------------- losses and targets
+# ----------------------------------------------------------------------------- losses and targets
 
 
 def soft_min_loss(candidates: jax.Array, actions: jax.Array, temperature: float) -> jax.Array:
@@ -429,14 +223,25 @@ def n_step_returns(
     return returns, last, gamma ** (last + 1.0) * (1.0 - terminated)
 
 
-# ----------------------------------------------------------------------------------------------------- replay
+# ----------------------------------------------------------------------------------------- replay
+
+
+class Transition(NamedTuple):
+    """One step, or many of them with a leading axis."""
+
+    observation: Any  # (obs,)
+    next_observation: Any  # (obs,)
+    action: Any  # index of the candidate
+    reward: Any
+    terminated: Any  # the task itself ended
+    ended: Any  # the episode ended, however
 
 
 class Replay(NamedTuple):
-    """A ring of transitions on the device. A row: observation | next observation | index, reward, terminated, ended."""
+    """A ring of transitions on the device."""
 
-    rows: jax.Array  # (capacity, 2 * obs + 4) float32
-    count: jax.Array  # transitions ever stored; the newest is row (count - 1) % capacity
+    transitions: Transition  # leading axis: capacity
+    count: jax.Array  # transitions ever stored; the newest is at (count - 1) % capacity
 
 
 class Batch(NamedTuple):
@@ -447,33 +252,37 @@ class Batch(NamedTuple):
     discounts: jax.Array  # (B,)
 
 
-def pack_rows(observations, next_observations, indices, rewards, terminations, ends) -> np.ndarray:
-    """One transition (or many) as rows of a replay."""
-    scalars = np.stack([indices, rewards, terminations, ends], axis=-1)
-    return np.concatenate([observations, next_observations, scalars], axis=-1, dtype=np.float32, casting="same_kind")
+def make_replay(capacity: int, obs_dim: int) -> Replay:
+    observations = jnp.zeros((capacity, obs_dim))
+    actions = jnp.zeros(capacity, jnp.int32)
+    scalars = jnp.zeros(capacity)
+    transitions = Transition(observations, jnp.copy(observations), actions, *(jnp.copy(scalars) for _ in range(3)))
+    return Replay(transitions, jnp.zeros((), jnp.int32))
 
 
-def store(replay: Replay, rows: jax.Array) -> Replay:
-    where = (replay.count + jnp.arange(len(rows))) % len(replay.rows)
-    return Replay(replay.rows.at[where].set(rows), replay.count + len(rows))
+def store(replay: Replay, new: Transition) -> Replay:
+    number = len(new.reward)
+    capacity = len(replay.transitions.reward)
+    where = (replay.count + jnp.arange(number)) % capacity
+    transitions = jax.tree.map(lambda ring, values: ring.at[where].set(values), replay.transitions, new)
+    return Replay(transitions, replay.count + number)
 
 
 def sample(replay: Replay, key: jax.Array, batch_size: int, n_step: int, gamma: float) -> Batch:
     """Uniform over stored transitions; a window that meets the newest one stops there, as at an episode's end."""
-    capacity, obs_dim = len(replay.rows), (replay.rows.shape[1] - 4) // 2
+    stored = replay.transitions
+    capacity = len(stored.reward)
     first = jax.random.randint(key, (batch_size,), 0, jnp.minimum(replay.count, capacity))
     offsets = jnp.arange(n_step)
-    windows = replay.rows[(first[:, None] + offsets) % capacity]  # (B, n, row)
+    window = (first[:, None] + offsets) % capacity  # (B, n)
     steps_to_newest = (replay.count - 1 - first) % capacity
-    rewards, terminations, ends = jnp.moveaxis(windows[..., -3:], -1, 0)  # (B, n) each
-    ends = jnp.maximum(ends, offsets == steps_to_newest[:, None])
-    returns, last, discounts = n_step_returns(rewards, terminations, ends, gamma)
-    next_observations = windows[jnp.arange(batch_size), last, obs_dim : 2 * obs_dim]
-    indices = windows[:, 0, -4].astype(jnp.int32)
-    return Batch(windows[:, 0, :obs_dim], indices, returns, next_observations, discounts)
+    ended = jnp.maximum(stored.ended[window], offsets == steps_to_newest[:, None])
+    returns, last, discounts = n_step_returns(stored.reward[window], stored.terminated[window], ended, gamma)
+    next_observations = stored.next_observation[(first + last) % capacity]
+    return Batch(stored.observation[first], stored.action[first], returns, next_observations, discounts)
 
 
-# ---------------------------------------------------------------------------------------------------- updates
+# ---------------------------------------------------------------------------------------- updates
 
 
 class CandidateState(NamedTuple):
@@ -490,23 +299,6 @@ class AgentState(NamedTuple):
     opt_state: Any
     updates: jax.Array
     key: jax.Array
-
-
-def averaged(average: Any, params: Any, decay: float) -> Any:
-    """An exponential moving average of the Q-network: its greedy policy flickers less (not in the paper)."""
-    return optax.incremental_update(params, average, 1.0 - decay) if decay else None
-
-
-def evaluated_params(agent: AgentState) -> Any:
-    return agent.params if agent.average_params is None else agent.average_params
-
-
-def make_candidate_network(args: Args, action_dim: int) -> nn.Module:
-    if args.candidates == "kmeans":
-        return FixedCandidates(args.num_actions, action_dim)
-    return CandidateNetwork(
-        args.num_actions, action_dim, input_dropout=args.input_dropout, hidden_dropout=args.hidden_dropout
-    )
 
 
 def start_temperature(args: Args, actions: np.ndarray) -> float:
@@ -549,53 +341,82 @@ def make_candidate_update(network: nn.Module, optimizer: optax.GradientTransform
     return jax.jit(update, static_argnums=3, donate_argnums=0)
 
 
-def make_munchausen_update(network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
-    """UPDATE_BLOCK Q-network updates in one call, from the agent's own replay only: play has no rewards."""
+def make_target(network: nn.Module, args: Args) -> Callable:
+    """What the Q-value of a batch should be, by the target network."""
 
-    def targets(state: AgentState, batch: Batch) -> jax.Array:
-        both = jnp.concatenate([batch.observations, batch.next_observations])
-        q_s, q_next = jnp.split(network.apply(state.target_params, both), 2)
-        tau, alpha, clip = args.munchausen_tau, args.munchausen_alpha, args.munchausen_clip
-        return munchausen_target(q_s, q_next, batch.actions, batch.returns, batch.discounts, tau, alpha, clip)
+    def munchausen(agent: AgentState, batch: Batch) -> jax.Array:
+        both = jnp.concatenate([batch.observations, batch.next_observations])  # one pass through the network
+        q_s, q_next = jnp.split(network.apply(agent.target_params, both), 2)
+        constants = args.munchausen_tau, args.munchausen_alpha, args.munchausen_clip
+        return munchausen_target(q_s, q_next, batch.actions, batch.returns, batch.discounts, *constants)
+
+    return munchausen
+
+
+def init_agent(network: nn.Module, optimizer: optax.GradientTransformation, key: jax.Array, args: Args, obs_dim: int):
+    key, act_key, init_key = jax.random.split(key, 3)
+    params = network.init(init_key, jnp.zeros(obs_dim))
+    average_params = jax.tree.map(jnp.copy, params) if args.ema_decay else None
+    target_params = jax.tree.map(jnp.copy, params)  # a copy: an update gives its buffers away
+    opt_state = optimizer.init(params)
+    return AgentState(params, average_params, target_params, opt_state, jnp.zeros((), jnp.int32), key), act_key
+
+
+def make_update(network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
+    """STEPS_PER_CALL updates of the Q-network, from the agent's own steps only: play has no rewards."""
+    target_of = make_target(network, args)
 
     def loss_fn(params: Any, batch: Batch, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q = jnp.take_along_axis(network.apply(params, batch.observations), batch.actions[:, None], axis=1)[:, 0]
-        return jnp.mean(optax.huber_loss(q, target)), jnp.mean(q)
+        q = network.apply(params, batch.observations)  # (B, K)
+        q_taken = jnp.take_along_axis(q, batch.actions[:, None], axis=1)[:, 0]
+        return jnp.mean(optax.huber_loss(q_taken, target)), jnp.mean(q_taken)
 
-    def update(state: AgentState, replay: Replay) -> tuple[AgentState, jax.Array]:
-        def step(state: AgentState, _: None) -> tuple[AgentState, jax.Array]:
-            key, batch_key = jax.random.split(state.key)
+    def update(agent: AgentState, replay: Replay) -> tuple[AgentState, dict[str, jax.Array]]:
+        def step(agent: AgentState, _: None) -> tuple[AgentState, dict[str, jax.Array]]:
+            key, batch_key = jax.random.split(agent.key)
             batch = sample(replay, batch_key, args.batch_size, args.n_step, args.gamma)
-            (loss, q), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch, targets(state, batch))
-            updates, opt_state = optimizer.update(grads, state.opt_state)
-            params, count = optax.apply_updates(state.params, updates), state.updates + 1
-            target_params = optax.periodic_update(params, state.target_params, count, args.target_update_period)
-            average = averaged(state.average_params, params, args.ema_decay)
-            return AgentState(params, average, target_params, opt_state, count, key), jnp.stack([loss, q])
+            target = target_of(agent, batch)
+            (loss, q_value), grads = jax.value_and_grad(loss_fn, has_aux=True)(agent.params, batch, target)
+            changes, opt_state = optimizer.update(grads, agent.opt_state)
+            params = optax.apply_updates(agent.params, changes)
+            average_params = averaged(agent.average_params, params, args.ema_decay)
+            updates = agent.updates + 1
+            target_params = optax.periodic_update(params, agent.target_params, updates, args.target_update_period)
+            agent = AgentState(params, average_params, target_params, opt_state, updates, key)
+            return agent, {"losses/q_loss": loss, "losses/q_value": q_value}
 
-        state, metrics = jax.lax.scan(step, state, None, length=UPDATE_BLOCK)
-        return state, jnp.mean(metrics, axis=0)
+        agent, metrics = jax.lax.scan(step, agent, None, length=STEPS_PER_CALL)
+        return agent, jax.tree.map(jnp.mean, metrics)
 
     return jax.jit(update, donate_argnums=0)
 
 
+def averaged(average: Any, params: Any, decay: float) -> Any:
+    """An exponential moving average of the Q-network: its greedy policy flickers less (not in the paper)."""
+    return optax.incremental_update(params, average, 1.0 - decay) if decay else None
+
+
+def evaluated_params(agent: AgentState) -> Any:
+    return agent.params if agent.average_params is None else agent.average_params
+
+
+# -------------------------------------------------------------------------- policy and evaluation
+
+
 def make_policy(q_network: nn.Module, candidate_network: nn.Module, box: gym.spaces.Box) -> Callable:
-    """Epsilon-greedy, for one observation or a batch. Actions and indices come back in one array: one transfer."""
+    """Epsilon-greedy, for one observation or a batch: actions, their indices, and the next key."""
 
     def policy(q_params: Any, candidate_params: Any, observations: jax.Array, key: jax.Array, epsilon: float):
         key, coin_key, index_key = jax.random.split(key, 3)
         greedy = jnp.argmax(q_network.apply(q_params, observations), axis=-1)
         explore = jax.random.uniform(coin_key, greedy.shape) < epsilon
-        index = jnp.where(explore, jax.random.randint(index_key, greedy.shape, 0, q_network.num_actions), greedy)
+        random = jax.random.randint(index_key, greedy.shape, 0, q_network.num_actions)
+        index = jnp.where(explore, random, greedy)
         candidates = candidate_network.apply(candidate_params, observations)  # (..., K, D)
         actions = jnp.take_along_axis(candidates, index[..., None, None], axis=-2)[..., 0, :]
-        actions = jnp.clip(actions, box.low, box.high)
-        return jnp.concatenate([actions, index[..., None].astype(jnp.float32)], axis=-1), key
+        return jnp.clip(actions, box.low, box.high), index, key
 
     return jax.jit(policy, static_argnames="epsilon")
-
-
-# ------------------------------------------------------------------------------------------------- evaluation
 
 
 class Evaluation(NamedTuple):
@@ -607,9 +428,12 @@ class Evaluation(NamedTuple):
 
 def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evaluation:
     """One episode in each environment, side by side, with one policy call per step for all of them."""
-    observations = np.stack([env.reset(seed=EVALUATION_SEED + i)[0] for i, env in enumerate(envs)]).astype(np.float32)
-    returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), int)
-    successes, running = np.full(len(envs), np.nan), np.ones(len(envs), bool)
+    observations = [seeded_reset(env, EVALUATION_SEED + i) for i, env in enumerate(envs)]
+    observations = np.stack(observations).astype(np.float32)
+    returns = np.zeros(len(envs))
+    lengths = np.zeros(len(envs), int)
+    successes = np.full(len(envs), np.nan)
+    running = np.ones(len(envs), bool)
     frames: list[list[np.ndarray]] = [[] for _ in envs]
     while running.any():
         actions = np.asarray(policy(observations))
@@ -626,8 +450,537 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
     return Evaluation(returns, lengths, successes, sum(frames, []))
 
 
+# --------------------------------------------------------------------------------------- training
+
+
+def make_candidate_network(args: Args, action_dim: int) -> nn.Module:
+    if args.discretization in MESHES:
+        return FixedCandidates(args.num_actions, action_dim)
+    return CandidateNetwork(
+        args.num_actions, action_dim, input_dropout=args.input_dropout, hidden_dropout=args.hidden_dropout
+    )
+
+
+def train_candidates(args: Args, run: "CandidateRun", network: nn.Module, demos: "Demonstrations") -> Any:
+    """The first stage: K candidates per state by equation 1."""
+    key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 0))
+    params = network.init(init_key, demos.observations[:1])
+    optimizer = optax.adam(args.candidate_learning_rate)
+    state = CandidateState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
+    state, step = run.restore_candidates(state)
+    update = make_candidate_update(network, optimizer, args)
+    seen = learned_from(args, demos)
+    observations = jnp.asarray(demos.observations[:seen])
+    actions = jnp.asarray(demos.actions[:seen])
+    run.show_progress("candidates", args.candidate_steps, step)
+    while step < args.candidate_steps:
+        steps = min(CANDIDATE_STEPS_PER_CALL, args.candidate_steps - step)
+        state, loss = update(state, observations, actions, steps)
+        step += steps
+        temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
+        run.log_candidates(step, loss, temperature)
+        run.save_candidates(step, state)
+    return state.params
+
+
+def train_agent(args: Args, run: "Run", env: gym.Env, network: nn.Module, candidate_params: Any) -> None:
+    """The second stage: epsilon-greedy steps among the candidates, and as many updates of the Q-network."""
+    obs_dim = env.observation_space.shape[0]
+    q_network = QNetwork(args.num_actions)
+    optimizer = optax.adam(args.learning_rate)
+    policy = make_policy(q_network, network, env.action_space)
+    update = make_update(q_network, optimizer, args)
+    store_block = jax.jit(store, donate_argnums=0)
+    agent, key = init_agent(q_network, optimizer, jax.random.fold_in(jax.random.PRNGKey(args.seed), 1), args, obs_dim)
+    capacity = min(args.buffer_size, math.ceil(args.total_timesteps / STEPS_PER_CALL) * STEPS_PER_CALL)
+    replay = make_replay(capacity, obs_dim)
+    env.reset(seed=args.seed)
+    (agent, key), replay, block, step = run.restore(env, (agent, key), replay)
+    eval_envs = make_evaluation_desks(args, args.eval_episodes, videos=1)
+
+    def evaluate_agent() -> None:
+        def greedy(observations: np.ndarray) -> jax.Array:
+            return policy(evaluated_params(agent), candidate_params, observations, key, epsilon=0.0)[0]
+
+        with run.clock_stopped():
+            run.report(step, evaluate(greedy, eval_envs), evaluated_params(agent))
+
+    run.show_progress(args.task, args.total_timesteps, step)
+    observation = first_observation(env)
+    while step < args.total_timesteps:
+        if step % args.eval_every == 0:
+            evaluate_agent()
+        action, index, key = policy(agent.params, candidate_params, observation, key, epsilon=args.epsilon)
+        action, index = jax.device_get((action, index))
+        next_observation, reward, terminated, truncated, info = env.step(action)
+        next_observation = np.asarray(next_observation, np.float32)
+        ended = terminated or truncated
+        transition = Transition(observation, next_observation, index, reward, terminated, ended)
+        block.append(transition)
+        observation = next_observation
+        step += 1
+        run.count_step(transition, reward, info)
+        if len(block) == STEPS_PER_CALL:
+            replay = store_block(replay, stack_transitions(block))
+            block = []
+            if step > args.learning_starts:
+                agent, metrics = update(agent, replay)
+                run.log_update(step, metrics)
+        if ended:
+            run.end_episode(step)
+            run.save_checkpoint_if_due(env, (agent, key), step)
+            observation = first_observation(env)
+    evaluate_agent()
+
+
+def candidates_from_play(args: Args, env: gym.Env) -> tuple["PlayRun", nn.Module, Any]:
+    """The first stage of AQuaPlay; other tasks share its candidates."""
+    args.exp_name = args.exp_name or "aquaplay"
+    demos, args.dataset_id = find_play(args, env)
+    args.temperature_start = start_temperature(args, demos.actions)
+    learned_from(args, demos)
+    check_memory(args, demos, min(args.buffer_size, args.total_timesteps))
+    args.candidates_from = shared_candidates(args, demos)
+    network = make_candidate_network(args, env.action_space.shape[0])
+    borrowed = borrowed_candidates(args, network, demos)
+    run = PlayRun(args, None)
+    candidate_params = run.load_candidates(network, demos)
+    if candidate_params is None:
+        candidate_params = borrowed or train_candidates(args, run, network, demos)
+        run.keep_candidates(candidate_params)
+    mark_candidates(args, run.folder, demos)
+    report_candidates(args, run.folder, network, candidate_params, demos, env.action_space, run.log)
+    return run, network, candidate_params
+
+
+def candidates_from_mesh(args: Args, env: gym.Env) -> tuple["PlayRun", nn.Module, Any]:
+    """What the bang-bang baselines have instead: fixed actions, no play."""
+    args.exp_name = args.exp_name or args.discretization
+    actions = bang_bang_actions(MESHES[args.discretization], env.action_space.shape[0])
+    args.num_actions = len(actions)
+    network = make_candidate_network(args, env.action_space.shape[0])
+    run = PlayRun(args, None)
+    candidate_params = {"params": {"actions": jnp.asarray(actions)}}
+    run.keep_candidates(candidate_params)
+    return run, network, candidate_params
+
+
+def train(args: Args) -> Path:
+    """Whatever can be wrong with the input is found before the run folder is made."""
+    check_args(args)
+    env = make_desk(args.task, args.robodesk_rewards)
+    if args.discretization in MESHES:
+        run, network, candidate_params = candidates_from_mesh(args, env)
+    else:
+        run, network, candidate_params = candidates_from_play(args, env)
+    train_agent(args, run, env, network, candidate_params)
+    run.finish()
+    return run.folder
+
+
+# =================================================================================================
+# Plumbing. The paper ends here: what follows is files, checks, videos and the command line, the same
+# in every script. Nothing below is needed to understand the algorithm.
+# =================================================================================================
+
+BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
+PLAY = "aquadem/robodesk/play-v0"  # what `record.py play` records unless told otherwise
+BASE_TASKS = [  # the nine of the paper, what --task all goes through
+    "open_slide",
+    "open_drawer",
+    "push_green",
+    "stack",
+    "upright_block_off_table",
+    "flat_block_in_bin",
+    "flat_block_in_shelf",
+    "lift_upright_block",
+    "lift_ball",
+]
+
+BOUNDS = {  # of every number that has any
+    "num_demos": (1, math.inf),
+    "seed": (0, EVALUATION_SEED - 1),
+    "total_timesteps": (1, math.inf),
+    "eval_every": (1, math.inf),
+    "eval_episodes": (1, math.inf),
+    "num_actions": (1, math.inf),
+    "temperature": (1e-9, 1e9),
+    "temperature_start": (1e-9, 1e9),
+    "candidate_steps": (0, math.inf),
+    "held_out_episodes": (0, math.inf),
+    "candidate_learning_rate": (1e-9, 1e9),
+    "input_dropout": (0, 0.99),
+    "hidden_dropout": (0, 0.99),
+    "batch_size": (1, math.inf),
+    "learning_rate": (1e-9, 1e9),
+    "gamma": (0, 1),
+    "n_step": (1, math.inf),
+    "epsilon": (0, 1),
+    "buffer_size": (STEPS_PER_CALL, math.inf),
+    "learning_starts": (0, math.inf),
+    "ema_decay": (0, 1 - 1e-9),
+    "target_update_period": (1, math.inf),
+    "munchausen_tau": (1e-9, 1e9),
+    "munchausen_alpha": (0, 1),
+    "munchausen_clip": (-1e9, 0),
+    "checkpoint_every": (1, math.inf),
+}
+
+
+class UserError(Exception):
+    """One line that says what is wrong and what to do; the program ends with exit code 2."""
+
+
+class Unavailable(UserError):
+    """Data that is neither here nor within reach."""
+
+
+@contextlib.contextmanager
+def as_user_error(what: str) -> Iterator[None]:
+    """Turns whatever a library raises into one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_memory(args: Args, demos: "Demonstrations", kept_steps: int, networks: int = 1) -> None:
+    """What surely has to be held at once: a network that does not fit would end in the middle of the run."""
+    width = 256
+    per_candidate = width * width + width * demos.actions.shape[1]
+    kernels = 4 * args.num_actions * per_candidate  # parameters, gradient and Adam's two moments
+    activations = 4 * args.num_actions * args.batch_size * width
+    replay = kept_steps * (2 * demos.observations.shape[1] + 4)
+    needed = np.dtype(np.float32).itemsize * (networks * (kernels + activations) + replay)
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > here:
+        sizes = f"about {needed / 1e9:.0f} GB, and this machine has {here / 1e9:.0f}"
+        raise UserError(f"this run needs {sizes}: lower --num-actions or what it keeps of experience")
+
+
+def check_args(args: Args) -> None:
+    for name, (low, high) in BOUNDS.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            raise UserError(f"{option(name)} is {value}: give a number from {low} to {high}")
+
+
+# ------------------------------------------------------------------------------------ fast layers
+
+
+@jax.custom_vjp
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x @ kernel. JAX's own gradient of the kernel can come out transposed, and Adam then reads it across the memory:
+    with this one a step of the candidates takes a sixth less time on a CPU."""
+    return x @ kernel
+
+
+def product_gradients(inputs: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = inputs
+    return gradient @ kernel.T, x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
+
+
+product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), product_gradients)
+
+
+def dense(width: int, init: Callable) -> nn.Dense:
+    return nn.Dense(width, kernel_init=init, dot_general=lambda x, kernel, *_, **__: product(x, kernel))
+
+
+def elu(x: jax.Array) -> jax.Array:
+    """nn.elu with exp in place of expm1, which takes twice as long on a CPU."""
+    return jnp.where(x > 0, x, jnp.exp(jnp.minimum(x, 0.0)) - 1.0)
+
+
+# ------------------------------------------------------------------------------------ environment
+
+
+class CheckedEnv(gym.wrappers.FlattenObservation):
+    """Flat observations. What goes in is in the action space, to its last bit, and what comes out is finite."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        observation, info = super().reset(**kwargs)
+        self.steps = 0
+        self.check("observation", observation, self.observation_space.shape)
+        return observation, info
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        box = self.action_space
+        action = np.clip(np.asarray(action, box.dtype), box.low, box.high)
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.steps += 1
+        self.check("observation", observation, self.observation_space.shape)
+        self.check("reward", reward, ())
+        return observation, reward, terminated, truncated, info
+
+    def check(self, what: str, value: Any, shape: tuple[int, ...]) -> None:
+        place = f"the environment's {what} at step {self.steps} of an episode"
+        if np.shape(value) != shape:
+            raise UserError(f"{place} has shape {np.shape(value)} instead of {shape}: repair the environment")
+        if not np.isfinite(value).all():
+            raise UserError(f"{place} is not finite: repair the environment, then --resume the run")
+
+
+def make_desk(task: str, rewards: Literal["upstream", "fixed"], render: bool = False) -> gym.Env:
+    """A RoboDesk task by its name, with flat observations; robodesk_env.py registers them all."""
+    if render and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
+    if not importlib.util.find_spec("robodesk"):
+        needed = "pip install robodesk==1.0.0 dm_control==1.0.50 mujoco==3.17.0"
+        raise UserError(f"RoboDesk is not installed: {needed}")
+    env_id = f"robodesk_env:RoboDesk/{task}-v0"
+    mode = "rgb_array" if render else None
+    with as_user_error(f"cannot make the RoboDesk task {task!r}"):
+        try:
+            env = gym.make(env_id, robodesk_rewards=rewards, render_mode=mode, disable_env_checker=True)
+        except gym.error.NameNotFound:
+            known = [spec.name for spec in gym.registry.values() if spec.namespace == "RoboDesk"]
+            raise UserError(f"RoboDesk has no task {task!r}: choose one of {', '.join(known)}") from None
+    return CheckedEnv(env)
+
+
+def make_evaluation_desks(args: Args, episodes: int, videos: int) -> list[gym.Env]:
+    """A desk per episode; the first ones make pictures if asked for."""
+    pictured = [args.capture_video and i < videos for i in range(episodes)]
+    return [make_desk(args.task, args.robodesk_rewards, render) for render in pictured]
+
+
+def seeded_reset(env: gym.Env, seed: int) -> np.ndarray:
+    """Twice, because some environments (Meta-World's) draw their task before they look at the seed."""
+    env.reset(seed=seed)
+    return env.reset(seed=seed)[0]
+
+
+def first_observation(env: gym.Env) -> np.ndarray:
+    return np.asarray(env.reset()[0], np.float32)
+
+
+# -------------------------------------------------------------------------------------- play data
+
+
+class Demonstrations(NamedTuple):
+    """All episodes one after the other."""
+
+    observations: np.ndarray  # (N, obs)
+    actions: np.ndarray  # (N, action_dim), clipped to the action space
+    rewards: np.ndarray  # (N,)
+    next_observations: np.ndarray  # (N, obs)
+    terminations: np.ndarray  # (N,) true where the task itself ended
+    ends: np.ndarray  # (N,) true at the last step of every episode, however it ended
+
+
+def open_dataset(dataset_id: str) -> Any:
+    """A Minari dataset: bundled, on disk, or else downloaded."""
+    import minari
+
+    if not re.fullmatch(r"([\w.-]+/)*[\w.-]+-v\d+", dataset_id):
+        raise UserError(f"{dataset_id!r} is not a Minari id: give one like D4RL/door/human-v2")
+    bundled = BUNDLED_DEMONSTRATIONS / dataset_id / "data"
+    with as_user_error(f"cannot read dataset {dataset_id!r}"):
+        try:
+            return minari.MinariDataset(bundled) if bundled.exists() else minari.load_dataset(dataset_id)
+        except FileNotFoundError:
+            print(f"{dataset_id} is not on this machine: fetching it from the Minari hub ...", file=sys.stderr)
+    try:
+        return minari.load_dataset(dataset_id, download=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        advice = "check the id and the network, or name another with --dataset-id"
+        raise Unavailable(f"cannot download dataset {dataset_id!r} ({reason}): {advice}") from None
+
+
+def flatten_observations(space: gym.Space, observations: Any) -> np.ndarray:
+    """A whole episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
+    parts = [observations[key] for key in space] if isinstance(space, gym.spaces.Dict) else [observations]
+    return np.concatenate([np.asarray(part, np.float32).reshape(len(part), -1) for part in parts], axis=1)
+
+
+def load_demonstrations(
+    dataset_id: str, env: gym.Env, sparse: bool = True, num_demos: int | None = None
+) -> Demonstrations:
+    """Minari episodes as arrays, checked against the environment; the reward is the environment's (see make_env)."""
+    dataset = open_dataset(dataset_id)
+    number = min(dataset.total_episodes, num_demos or sys.maxsize)
+    with as_user_error(f"cannot read dataset {dataset_id!r}"):
+        episodes = [read_episode(dataset_id, e, env, sparse) for e in dataset.iterate_episodes(range(number))]
+    whole = [episode for episode in episodes if len(episode.actions)]
+    if not whole:
+        raise UserError(f"dataset {dataset_id!r} holds no steps: choose another with --dataset-id")
+    if len(whole) < len(episodes):
+        print(f"{dataset_id}: {len(episodes) - len(whole)} episodes without a step are left out", file=sys.stderr)
+    return Demonstrations(*map(np.concatenate, zip(*whole)))
+
+
+def read_episode(dataset_id: str, episode: Any, env: gym.Env, sparse: bool) -> Demonstrations:
+    box = env.action_space
+    steps = len(episode.actions)
+    observations = flatten_observations(env.env.observation_space, episode.observations)
+    rewards = np.asarray(episode.rewards, np.float32)
+    if sparse:
+        if "success" not in (episode.infos or {}):
+            missing = "field infos has no 'success' for a sparse reward: use --reward env"
+            raise UserError(f"dataset {dataset_id!r}: {missing}")
+        success = np.asarray(episode.infos["success"], np.float32)
+        rewards = success[1:] if len(success) == steps + 1 else success  # one more is the reset's
+    for field, array, shape in (
+        ("observations", observations, (steps + 1, *env.observation_space.shape)),
+        ("actions", np.asarray(episode.actions), (steps, *box.shape)),
+        ("infos['success']" if sparse else "rewards", rewards, (steps,)),
+        ("terminations", np.asarray(episode.terminations), (steps,)),
+        ("truncations", np.asarray(episode.truncations), (steps,)),
+    ):
+        if array.shape != shape:
+            needed = f"{env.spec.id} needs {shape}"
+            raise UserError(f"dataset {dataset_id!r}: field {field} has shape {array.shape}, {needed}")
+        if not np.isfinite(array).all():
+            raise UserError(f"dataset {dataset_id!r}: field {field} of shape {shape} holds NaN or infinite values")
+    actions = np.clip(np.asarray(episode.actions, np.float32), box.low, box.high)
+    terminations = np.asarray(episode.terminations, bool)
+    ends = np.arange(steps) == steps - 1
+    return Demonstrations(observations[:-1], actions, rewards, observations[1:], terminations, ends)
+
+
+def find_play(args: Args, env: gym.Env) -> tuple[Demonstrations, str]:
+    """The play asked for, or else the default one, which is recorded if it is not there yet. Returns data and id."""
+    import minari
+
+    dataset_id = args.dataset_id or PLAY
+    if args.dataset_id is None:
+        try:
+            minari.load_dataset(PLAY)
+        except FileNotFoundError:
+            call_recorder(args.quiet)
+        except Exception:
+            pass  # load_demonstrations says what is wrong with it
+    return load_demonstrations(dataset_id, env, sparse=False, num_demos=args.num_demos), dataset_id
+
+
+def call_recorder(quiet: bool) -> None:
+    """What goes wrong in the recorder it says itself."""
+    recorder = Path(__file__).resolve().parent / "record.py"
+    if not recorder.exists():
+        raise UserError(f"there is no play yet and no {recorder.name} here to record it: give --dataset-id")
+    print(f"there is no play yet: recording {PLAY}, once, by python {recorder.name} play", file=sys.stderr)
+    command = [sys.executable, str(recorder), "play", "--dataset-id", PLAY]
+    done = subprocess.run([*command, "--quiet"] if quiet else command)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def learned_from(args: Args, demos: Demonstrations) -> int:
+    """How many of the demonstrated steps the candidates learn from: all but those of the last, held-out episodes."""
+    starts = np.concatenate([[0], np.flatnonzero(demos.ends) + 1])  # of every episode, then the end of the data
+    if args.held_out_episodes >= len(starts) - 1:
+        raise UserError("--held-out-episodes leaves no demonstration: give a lower one")
+    return int(starts[len(starts) - 1 - args.held_out_episodes])
+
+
+def borrowed_candidates(args: Args, network: nn.Module, demos: Demonstrations) -> Any:
+    """Those of another run, unless this one has a copy of its own."""
+    has_a_copy = args.resume and (Path(args.resume) / "candidates.npz").exists()
+    if args.candidates_from is None or has_a_copy:
+        return None
+    return load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
+
+
+def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
+    """Every demonstrated action as the index of its nearest candidate, computed once; and a report on how near."""
+
+    @jax.jit
+    def nearest(observations: jax.Array, actions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        candidates = network.apply(params, observations)
+        index = nearest_candidate(candidates, actions)
+        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
+
+    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory of (chunk, K, D)
+    pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
+    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
+    shares = np.bincount(indices, minlength=args.num_actions) / len(indices)
+    used = shares[shares > 0]
+    log.add_scalar("candidates/in_use", len(used), 0)
+    log.add_scalar("candidates/perplexity", float(np.exp(-np.sum(used * np.log(used)))), 0)
+    log.add_scalar("candidates/nearest_distance", float(distances.mean()), 0)
+    if args.held_out_episodes:
+        unseen = learned_from(args, demos)
+        log.add_scalar("candidates/held_out_distance", float(distances[unseen:].mean()), 0)
+    log.add_histogram("candidates/usage", indices, 0, bins=np.arange(args.num_actions + 1) - 0.5)
+    return indices
+
+
+def report_candidates(
+    args: Args, run: Path, network: nn.Module, params: Any, play: Demonstrations, box: Any, log: Any
+) -> None:
+    """As for demonstrations, on every n-th step of the play and a piece of its first episode: all would take long."""
+    discretise(args, network, params, thinned(play, 1 + len(play.actions) // 10_000), log)
+    length = min(500, int(np.argmax(play.ends)) + 1)
+    piece = Demonstrations(*(array[:length] for array in play))
+    piece = piece._replace(ends=np.arange(length) == length - 1)
+    picture_candidates(args, run, network, params, piece, box, log)
+
+
+def thinned(play: Demonstrations, every: int) -> Demonstrations:
+    """Every n-th step. An episode ends with the last one that is kept of it."""
+    kept = Demonstrations(*(array[::every] for array in play))
+    episode = (np.cumsum(play.ends) - play.ends)[::every]
+    return kept._replace(ends=np.append(episode[1:] != episode[:-1], True))
+
+
+# --------------------------------------------------------------------- candidates shared by tasks
+
+
+def fingerprint(args: Args, demos: Demonstrations) -> str:
+    """Of all that trained candidates depend on: the play and the settings."""
+    names = (
+        "num_actions temperature temperature_start candidate_steps held_out_episodes candidate_learning_rate"
+        " input_dropout hidden_dropout batch_size seed"
+    )
+    digest = hashlib.sha256(json.dumps([getattr(args, name) for name in names.split()]).encode())
+    digest.update(demos.observations.tobytes())
+    digest.update(demos.actions.tobytes())
+    return digest.hexdigest()
+
+
+def find_candidates(mark: str) -> str | None:
+    """A run folder here whose candidates were trained on the same play with the same settings."""
+    for path in sorted(Path("runs").glob("*/candidates.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if json.loads(path.read_text())["fingerprint"] == mark and (path.parent / "candidates.npz").exists():
+                return str(path.parent)
+    return None
+
+
+def shared_candidates(args: Args, demos: Demonstrations) -> str | None:
+    """The run whose candidates a new run uses: the one asked for, or one that has what would be trained again."""
+    if args.candidates_from or args.resume:
+        return args.candidates_from
+    run = find_candidates(fingerprint(args, demos))
+    if run and not args.quiet:
+        print(f"candidates: the same play and settings were trained before, reusing {run}")
+    return run
+
+
+def mark_candidates(args: Args, folder: Path, demos: Demonstrations) -> None:
+    """Says from what the candidates were trained, to find them again; borrowed ones keep the mark they had."""
+    mark = folder / "candidates.json"
+    if args.candidates_from is None:
+        mark.write_text(json.dumps({"fingerprint": fingerprint(args, demos)}))
+        return
+    source = Path(args.candidates_from) / "candidates.json"
+    if source.exists():
+        mark.write_text(source.read_text())
+
+
+# ----------------------------------------------------------------------------- pictures and videos
+
+
 def render(env: gym.Env) -> np.ndarray:
-    with explained("cannot render; install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"):
+    with as_user_error("cannot render; install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"):
         return env.render()
 
 
@@ -638,13 +991,6 @@ def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX does not like the fork that starts ffmpeg
         imageio.mimwrite(path, frames, fps=fps, macro_block_size=8, quality=7)
-
-
-def wilson_interval(successes: np.ndarray, z: float = 1.96) -> tuple[float, float]:
-    """95 percent confidence interval of a success rate."""
-    n, p = len(successes), float(np.mean(successes))
-    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
 
 
 def candidate_picture(candidates: np.ndarray, actions: np.ndarray, steps: Sequence[int], box: Any) -> np.ndarray:
@@ -672,215 +1018,6 @@ def candidate_picture(candidates: np.ndarray, actions: np.ndarray, steps: Sequen
     return np.frombuffer(picture.getvalue(), np.uint8).reshape(height, width, 4)[..., :3]
 
 
-# -------------------------------------------------------------------------------------------------- run folder
-
-
-def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
-    """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON only, never a pickle."""
-    arrays = {f"leaf_{i:03d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
-    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    unfinished = path.with_suffix(".partial")
-    with unfinished.open("wb") as file:
-        np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
-def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
-    """The inverse of save_arrays, for a tree of the template's structure, shapes and types."""
-    leaves, structure = jax.tree.flatten(template)
-    require(path.exists(), f"{path} does not exist: name a run folder that has it")
-    with explained(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
-        arrays = [file[f"leaf_{i:03d}"] for i in range(len(leaves))]
-        meta = json.loads(file["meta"].tobytes())
-    for array, leaf in zip(arrays, leaves):
-        wrong = f"{path} holds {array.dtype}{array.shape} where {leaf.dtype}{leaf.shape} is needed"
-        require(array.shape == leaf.shape and array.dtype == leaf.dtype, wrong)
-    return jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]), meta
-
-
-def open_run_folder(args: Args, warning: str | None) -> tuple[Path, str | None]:
-    """The folder of a new run, or of the one to resume: it keeps its warning, and from now on the present arguments, so
-    that a longer run that is interrupted again goes on to its new end."""
-    if args.track:
-        with explained("--track needs Weights & Biases (pip install wandb)"):
-            import wandb  # noqa: F401
-    if args.resume:
-        run = Path(args.resume)
-        warning = json.loads((run / "args.json").read_text()).get("warning")
-    else:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        run = Path("runs") / re.sub(r"[^\w.-]", "_", name)
-        with explained(f"cannot make the run folder {run}"):
-            run.mkdir(parents=True)
-    partial = run / "args.partial"
-    partial.write_text(json.dumps({**dataclasses.asdict(args), "resume": None, "warning": warning}, indent=2))
-    partial.replace(run / "args.json")
-    return run, warning
-
-
-def load_args(run: Path) -> Args:
-    with explained(f"{run} is not a run folder of this script"):
-        saved = json.loads((run / "args.json").read_text())
-        return Args(**{field.name: saved[field.name] for field in dataclasses.fields(Args)})
-
-
-def load_candidates(run: Path, network: nn.Module, obs_dim: int) -> Any:
-    template = jax.eval_shape(network.init, jax.random.PRNGKey(0), jnp.zeros(obs_dim))
-    return load_arrays(run / "candidates.npz", template)[0]
-
-
-def append_rows(path: Path, rows: list[np.ndarray]) -> None:
-    """The replay on disk: every transition in order, so that a checkpoint writes only what is new."""
-    with path.open("ab") as file:
-        file.write(b"".join(row.tobytes() for row in rows))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def restore_rows(path: Path, count: int, row_size: int) -> np.ndarray:
-    """The first `count` rows; what an interrupted run appended after its last whole checkpoint is cut off."""
-    size = count * row_size * 4
-    whole = path.exists() and path.stat().st_size >= size
-    require(whole, f"{path} is shorter than its checkpoint says: this run cannot be resumed")
-    os.truncate(path, size)
-    return np.memmap(path, np.float32, "r", shape=(count, row_size))
-
-
-def write_evaluation(path: Path, step: int, result: Evaluation, log: Any) -> None:
-    """evaluations.csv and TensorBoard. Rows from this step on are what an interrupted run had written: replaced."""
-    means = [float(np.mean(x)) for x in (result.successes, result.returns, result.lengths)]
-    for tag, mean in zip(("success_rate", "episodic_return", "episodic_length"), means):
-        if math.isfinite(mean):  # an environment need not report success
-            log.add_scalar(f"eval/{tag}", mean, step)
-    lines = path.read_text().splitlines()[1:] if path.exists() else []
-    kept = [line for line in lines if int(line.split(",")[0]) < step]
-    row = ",".join(map(str, [step, *means, len(result.returns)]))
-    header = "step,success_rate,episodic_return,episodic_length,episodes"
-    path.with_suffix(".partial").write_text("\n".join([header, *kept, row]) + "\n")
-    path.with_suffix(".partial").replace(path)
-
-
-def catch_signals() -> list[int]:
-    """Ctrl-C and SIGTERM end up in this list and ask for a stop at the next checkpoint; a second one stops at once."""
-    asked: list[int] = []
-
-    def handle(number: int, _: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-        print("\nstopping at the next checkpoint; once more to stop at once", file=sys.stderr)
-
-    signal.signal(signal.SIGINT, handle)
-    signal.signal(signal.SIGTERM, handle)
-    return asked
-
-
-def exit_if_asked(signals: list[int], run: Path) -> None:
-    if signals:
-        print(f"\nstopped; continue with: python {Path(__file__).name} --resume {run}", file=sys.stderr)
-        sys.exit(128 + signals[0])
-
-
-def make_log(args: Args, run: Path, warning: str | None) -> Any:
-    """The TensorBoard writer. What a resumed run logs again, TensorBoard itself replaces."""
-    from tensorboardX import SummaryWriter
-
-    if args.track:
-        import wandb
-
-        with explained("Weights & Biases does not start: run without --track"):
-            wandb.init(project="aquadem", name=run.name, config=dataclasses.asdict(args), sync_tensorboard=True)
-    log = SummaryWriter(str(run))
-    table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-    log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
-    if warning:
-        log.add_text("warning", warning)
-        print("\n".join(["!" * 100, warning, "!" * 100]), file=sys.stderr)
-    return log
-
-
-# --------------------------------------------------------------------------------------------------- training
-
-
-def train_candidates(args: Args, run: Path, network: nn.Module, demos: Demonstrations, log: Any, signals: list) -> Any:
-    """The first stage: the parameters of the candidates, trained or otherwise had, and kept in candidates.npz."""
-    path, unfinished = run / "candidates.npz", run / "candidates_training.npz"
-    if path.exists():
-        return load_candidates(run, network, demos.observations.shape[1])
-    key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 0))
-    params = network.init(init_key, demos.observations[:1])
-    if args.candidates_from:
-        params = load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
-    elif args.candidates == "kmeans":
-        from scipy.cluster.vq import kmeans2
-
-        centres, _ = kmeans2(demos.actions, args.num_actions, iter=100, minit="++", rng=args.seed)
-        params = {"params": {"actions": jnp.asarray(centres)}}
-    elif args.candidates == "learned":
-        optimizer = optax.adam(args.candidate_learning_rate)
-        state, step = CandidateState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key), 0
-        if unfinished.exists():
-            state, meta = load_arrays(unfinished, state)
-            step = meta["step"]
-        update = make_candidate_update(network, optimizer, args)
-        seen = learned_from(args, demos)
-        observations, actions = jnp.asarray(demos.observations[:seen]), jnp.asarray(demos.actions[:seen])
-        progress = tqdm(desc="candidates", total=args.candidate_steps, initial=step, unit="step", disable=args.quiet)
-        while step < args.candidate_steps:
-            block = min(CANDIDATE_BLOCK, args.candidate_steps - step)
-            state, loss = update(state, observations, actions, block)
-            step += block
-            if not np.isfinite(loss):
-                sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
-            log.add_scalar("candidates/loss", float(loss), step)
-            temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
-            log.add_scalar("candidates/temperature", float(temperature), step)
-            progress.set_postfix(loss=f"{loss:.5f}", refresh=False)
-            progress.update(block)
-            if step % (20 * CANDIDATE_BLOCK) == 0 or signals:
-                log.flush()  # a kill loses what is not written, and a resumed run does not log it again
-                save_arrays(unfinished, state, step=step)
-                exit_if_asked(signals, run)
-        progress.close()
-        params = state.params
-    save_arrays(path, params)
-    unfinished.unlink(missing_ok=True)
-    return params
-
-
-def learned_from(args: Args, demos: Demonstrations) -> int:
-    """How many of the demonstrated steps the candidates learn from: all but those of the last, held-out episodes."""
-    starts = np.concatenate([[0], np.flatnonzero(demos.ends) + 1])  # of every episode, then the end of the data
-    require(args.held_out_episodes < len(starts) - 1, "--held-out-episodes leaves no demonstration: give a lower one")
-    return int(starts[len(starts) - 1 - args.held_out_episodes])
-
-
-def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
-    """Every demonstrated action as the index of its nearest candidate, computed once; and a report on how near."""
-
-    @jax.jit
-    def nearest(observations: jax.Array, actions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        candidates = network.apply(params, observations)
-        index = nearest_candidate(candidates, actions)
-        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
-
-    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory of (chunk, K, D)
-    pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
-    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
-    shares = np.bincount(indices, minlength=args.num_actions) / len(indices)
-    used = shares[shares > 0]
-    log.add_scalar("candidates/in_use", len(used), 0)
-    log.add_scalar("candidates/perplexity", float(np.exp(-np.sum(used * np.log(used)))), 0)
-    log.add_scalar("candidates/nearest_distance", float(distances.mean()), 0)
-    if args.held_out_episodes:
-        unseen = learned_from(args, demos)
-        log.add_scalar("candidates/held_out_distance", float(distances[unseen:].mean()), 0)
-    log.add_histogram("candidates/usage", indices, 0, bins=np.arange(args.num_actions + 1) - 0.5)
-    return indices
-
-
 def picture_candidates(
     args: Args, run: Path, network: nn.Module, params: Any, demos: Demonstrations, box: Any, log: Any
 ) -> None:
@@ -898,244 +1035,443 @@ def picture_candidates(
         write_video(run / "videos" / "candidates.mp4", frames, fps=25)
 
 
-def fingerprint(args: Args, demos: Demonstrations) -> str:
-    """Of all that trained candidates depend on: the play and the settings."""
-    names = (
-        "num_actions temperature temperature_start candidate_steps held_out_episodes candidate_learning_rate"
-        " input_dropout hidden_dropout batch_size seed"
-    )
-    digest = hashlib.sha256(json.dumps([getattr(args, name) for name in names.split()]).encode())
-    digest.update(demos.observations.tobytes())
-    digest.update(demos.actions.tobytes())
-    return digest.hexdigest()
+# -------------------------------------------------------------------------------------- run folder
 
 
-def find_candidates(mark: str) -> str | None:
-    """A run folder here whose candidates were trained on the same play with the same settings."""
-    for path in sorted(Path("runs").glob("*/candidates.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            if json.loads(path.read_text())["fingerprint"] == mark and (path.parent / "candidates.npz").exists():
-                return str(path.parent)
-    return None
+def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
+    """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON only, never a pickle."""
+    arrays = {f"leaf_{i:03d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    with replacing(path) as file:
+        np.savez(file, **arrays)
 
 
-def train_play_agent(
-    args: Args, run: Path, env: gym.Env, network: nn.Module, candidate_params: Any, log: Any, signals: list
-) -> Evaluation:
-    """The second stage: epsilon-greedy steps in blocks, then as many updates in one call. The last evaluation."""
-    obs_dim, row_size = env.observation_space.shape[0], 2 * env.observation_space.shape[0] + 4
-    q_network, optimizer = QNetwork(args.num_actions), optax.adam(args.learning_rate)
-    key, act_key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 1), 3)
-    params = q_network.init(init_key, jnp.zeros(obs_dim))
-    average, target = (jax.tree.map(jnp.copy, params) for _ in range(2))  # an update gives its buffers away
-    average = average if args.ema_decay else None
-    agent = AgentState(params, average, target, optimizer.init(params), jnp.zeros((), jnp.int32), key)
-    capacity = min(args.buffer_size, -(-args.total_timesteps // UPDATE_BLOCK) * UPDATE_BLOCK)
-    rows, step, block = np.zeros((capacity, row_size), np.float32), 0, []  # block: steps not yet in the replay
-    env.reset(seed=args.seed)
-    if (run / "state.npz").exists():
-        (agent, act_key), meta = load_arrays(run / "state.npz", (agent, act_key))
-        env.unwrapped.np_random.bit_generator.state, step = meta["env_generator"], meta["step"]
-        past, stored = restore_rows(run / "replay.f32", step, row_size), step - step % UPDATE_BLOCK
-        kept = np.arange(max(0, stored - capacity), stored)
-        rows[kept % capacity], block = past[kept], list(np.array(past[stored:]))
-    else:
-        (run / "replay.f32").unlink(missing_ok=True)  # of a run that was killed before its first checkpoint was whole
-    replay = Replay(jnp.asarray(rows), jnp.asarray(step - len(block), jnp.int32))
-    del rows
-    policy = make_policy(q_network, network, env.action_space)
-    learn, store_rows = make_munchausen_update(q_network, optimizer, args), jax.jit(store, donate_argnums=0)
-    rewards, video = args.robodesk_rewards, args.capture_video
-    eval_envs = [make_desk(args.task, rewards, video and i == 0) for i in range(args.eval_episodes)]
-    progress = tqdm(desc=args.task, total=args.total_timesteps, initial=step, unit="step", disable=args.quiet)
-    unsaved, saved_step, logged_step, logged_time = [], step, step, time.perf_counter()
-    observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
-
-    def greedy(observations: np.ndarray) -> jax.Array:
-        return policy(evaluated_params(agent), candidate_params, observations, act_key, epsilon=0.0)[0][:, :-1]
-
-    while True:
-        if step % args.eval_every == 0 or step >= args.total_timesteps:
-            started = time.perf_counter()
-            result = evaluate(greedy, eval_envs)
-            save_arrays(run / "agent.npz", evaluated_params(agent), step=step)
-            write_evaluation(run / "evaluations.csv", step, result, log)
-            summary = {"return": result.returns.mean(), "success": result.successes.mean()}
-            progress.set_postfix({name: f"{value:.2f}" for name, value in summary.items()}, refresh=False)
-            if result.frames:
-                write_video(run / "videos" / f"step_{step}.mp4", result.frames, env.metadata["render_fps"])
-            logged_time += time.perf_counter() - started  # SPS is the speed of training alone
-        if step >= args.total_timesteps:
-            break
-        packed, act_key = policy(agent.params, candidate_params, observation, act_key, epsilon=args.epsilon)
-        packed = np.asarray(packed)  # the action, then its index
-        next_observation, reward, terminated, truncated, info = env.step(packed[:-1])
-        row = pack_rows(observation, next_observation, packed[-1], reward, terminated, terminated or truncated)
-        block.append(row)
-        unsaved.append(row)
-        observation, step = np.asarray(next_observation, np.float32), step + 1
-        episode_return, episode_length = episode_return + reward, episode_length + 1
-        success = max(success, float(info["success"]))
-        if len(block) == UPDATE_BLOCK:
-            replay, block = store_rows(replay, np.stack(block)), []
-            progress.update(UPDATE_BLOCK)
-            if step > args.learning_starts:
-                agent, metrics = learn(agent, replay)
-                loss, q_value = np.asarray(metrics)
-                if not np.isfinite(loss):
-                    sys.exit(f"error: the Q-loss is {loss} at step {step}: lower --learning-rate")
-                if step - logged_step >= 1000:
-                    log.add_scalar("losses/q_loss", loss, step)
-                    log.add_scalar("losses/q_value", q_value, step)
-                    log.add_scalar("charts/SPS", (step - logged_step) / (time.perf_counter() - logged_time), step)
-                    logged_step, logged_time = step, time.perf_counter()
-        if terminated or truncated:
-            log.add_scalar("charts/episodic_return", episode_return, step)
-            log.add_scalar("charts/episodic_length", episode_length, step)
-            log.add_scalar("charts/success", success, step)
-            # An environment can be restored between two episodes only, so save before one more passes the limit.
-            if step + episode_length > saved_step + args.checkpoint_every or signals:
-                append_rows(run / "replay.f32", unsaved)
-                generator = env.unwrapped.np_random.bit_generator.state
-                log.flush()  # a kill loses what is not written, and a resumed run does not log it again
-                save_arrays(run / "state.npz", (agent, act_key), step=step, env_generator=generator)
-                unsaved, saved_step = [], step
-                exit_if_asked(signals, run)
-            observation, episode_return, episode_length, success = first_observation(env), 0.0, 0, 0.0
-    progress.close()
-    for eval_env in eval_envs:
-        eval_env.close()
-    return result
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A file to write, which takes the path's place when it is whole on disk; if that fails, nothing is left of it."""
+    unfinished = path.with_suffix(".partial")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
-def mark_candidates(args: Args, run: Path, demos: Demonstrations) -> None:
-    """Says from what the candidates were trained, to find them again; borrowed ones keep the mark they had."""
-    mark, source = run / "candidates.json", Path(args.candidates_from or run) / "candidates.json"
-    if args.candidates_from is None:
-        mark.write_text(json.dumps({"fingerprint": fingerprint(args, demos)}))
-    elif source.exists():
-        mark.write_text(source.read_text())
+def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
+    """The inverse of save_arrays, for a tree of the template's structure, shapes and types."""
+    leaves, structure = jax.tree.flatten(template)
+    if not path.exists():
+        raise UserError(f"{path} does not exist: name a run folder that has it")
+    with as_user_error(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+        arrays = [file[f"leaf_{i:03d}"] for i in range(len(leaves))]
+        meta = json.loads(file["meta"].tobytes())
+    for array, leaf in zip(arrays, leaves):
+        if array.shape != leaf.shape or array.dtype != leaf.dtype:
+            needed = f"{leaf.dtype}{leaf.shape}"
+            raise UserError(f"{path} holds {array.dtype}{array.shape} where {needed} is needed")
+    return jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]), meta
 
 
-def make_candidates(args: Args, run: Path, demos: Demonstrations | None, box: Any, log: Any, signals: list) -> tuple:
-    """The first stage: network and parameters of the candidates, learned from play or a fixed mesh."""
-    if args.discretization in MESHES:
-        params = {"params": {"actions": jnp.asarray(bang_bang_actions(MESHES[args.discretization], len(box.low)))}}
-        save_arrays(run / "candidates.npz", params)
-        return FixedCandidates(args.num_actions, len(box.low)), params
-    network = make_candidate_network(args, len(box.low))
-    params = train_candidates(args, run, network, demos, log, signals)
-    mark_candidates(args, run, demos)
-    thinned = Demonstrations(*(array[:: 1 + len(array) // 10_000] for array in demos))  # all would take half a minute
-    discretise(args, network, params, thinned, log)
-    length = min(500, int(np.argmax(demos.ends)) + 1)
-    excerpt = Demonstrations(*(array[:length] for array in demos))._replace(ends=np.arange(length) == length - 1)
-    picture_candidates(args, run, network, params, excerpt, box, log)
-    return network, params
+def load_args(run: Path) -> Args:
+    with as_user_error(f"{run} is not a run folder of this script"):
+        saved = json.loads((run / "args.json").read_text())
+        args = Args(**{field.name: saved.get(field.name, field.default) for field in dataclasses.fields(Args)})
+        check_args(args)
+        return args
 
 
-def call_recorder(quiet: bool) -> None:
-    """Calls the recorder; what goes wrong there it says itself."""
-    recorder = Path(__file__).resolve().parent / "record.py"
-    require(recorder.exists(), f"there is no play yet and no {recorder.name} here to record it: give --dataset-id")
-    print(f"there is no play yet: recording {PLAY}, once, by python {recorder.name} play", file=sys.stderr)
-    command = [sys.executable, str(recorder), "play", "--dataset-id", PLAY]
-    done = subprocess.run([*command, "--quiet"] if quiet else command)
-    if done.returncode:
-        sys.exit(done.returncode)
+def load_candidates(run: Path, network: nn.Module, obs_dim: int) -> Any:
+    template = jax.eval_shape(network.init, jax.random.PRNGKey(0), jnp.zeros(obs_dim))
+    return load_arrays(run / "candidates.npz", template)[0]
 
 
-def load_play(args: Args, env: gym.Env) -> Demonstrations:
-    """The play data, without rewards; the default set is recorded if it is not there yet."""
-    import minari
+def stack_transitions(transitions: list[Transition]) -> Transition:
+    return typed(Transition(*map(np.stack, zip(*transitions))))
 
-    if args.dataset_id is None:
-        args.dataset_id = PLAY
+
+def typed(transitions: Transition) -> Transition:
+    """As the replay has them: indices as integers, everything else as float32."""
+    arrays = [np.asarray(array, np.float32) for array in transitions]
+    return Transition(*arrays)._replace(action=np.asarray(transitions.action, np.int32))
+
+
+def pack(transition: Transition) -> np.ndarray:
+    """A transition as one row of float32: the replay's form on disk."""
+    return np.concatenate([np.ravel(part) for part in transition], dtype=np.float32, casting="unsafe")
+
+
+def unpack(rows: np.ndarray, template: Transition) -> Transition:
+    """Rows (..., size) as transitions of the template's shapes and types."""
+    sizes = [math.prod(array.shape[1:]) for array in template]
+    parts = np.split(rows, np.cumsum(sizes)[:-1], axis=-1)
+    shaped = [part.reshape((*rows.shape[:-1], *array.shape[1:])) for part, array in zip(parts, template)]
+    return Transition(*(part.astype(array.dtype) for part, array in zip(shaped, template)))
+
+
+def append_rows(path: Path, rows: list[np.ndarray]) -> None:
+    """The replay on disk: every transition in order, so that a checkpoint writes only what is new."""
+    with path.open("ab") as file:
+        file.write(b"".join(row.tobytes() for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def restore_rows(path: Path, count: int, row_size: int) -> np.ndarray:
+    """The first `count` rows; what an interrupted run appended after its last whole checkpoint is cut off."""
+    size = count * row_size * 4
+    if not path.exists() or path.stat().st_size < size:
+        raise UserError(f"{path} is shorter than its checkpoint says: this run cannot be resumed")
+    os.truncate(path, size)
+    return np.memmap(path, np.float32, "r", shape=(count, row_size))
+
+
+def write_rows_until(path: Path, step: int, row: dict[str, Any]) -> None:
+    """Appends to a CSV. Rows from this step on are what an interrupted run had written: replaced."""
+    kept = [line for line in read_rows(path) if int(line.split(",")[0]) < step]
+    header = ",".join(["step", *row])
+    new = ",".join(map(str, [step, *row.values()]))
+    with replacing(path) as file:
+        file.write(("\n".join([header, *kept, new]) + "\n").encode())
+
+
+def read_rows(path: Path) -> list[str]:
+    """The lines of a CSV of evaluations, without its header."""
+    with as_user_error(f"{path} is not a curve of this script, move it away"):
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        for line in lines:
+            int(line.split(",")[0])
+    return lines
+
+
+class Run:
+    """One training run: its folder, arguments, log, curve, checkpoints, progress, and the wish to stop."""
+
+    def __init__(self, args: Args, warning: str | None):
+        self.args = args
+        self.signals: list[int] = []
+        self.catch_signals()
+        self.check_tracking()
+        self.folder = self.open_folder()
+        self.lock = self.lock_folder()
+        if args.resume:
+            warning = json.loads((self.folder / "args.json").read_text()).get("warning")
+            read_rows(self.folder / "evaluations.csv")
+        self.write_args(warning)
+        self.log = self.open_log(warning)
+        self.bar = tqdm(disable=True)
+        self.start_clock(0)
+        self.start_episode()
+
+    # ------------------------------------------------------------------ beginning and end
+
+    def check_tracking(self) -> None:
+        if self.args.track:
+            with as_user_error("--track needs Weights & Biases (pip install wandb)"):
+                import wandb  # noqa: F401
+
+    def open_folder(self) -> Path:
+        args = self.args
+        if args.resume:
+            return Path(args.resume)
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        folder = Path("runs") / re.sub(r"[^\w.-]", "_", name)
+        with as_user_error(f"cannot make the run folder {folder}"):
+            folder.mkdir(parents=True)
+        return folder
+
+    def lock_folder(self) -> Any:
+        """Two processes that write to one folder would spoil it. The lock ends with its process."""
+        with as_user_error(f"cannot write to {self.folder}"):
+            file = (self.folder / "lock").open("w")
         try:
-            minari.load_dataset(PLAY)
-        except FileNotFoundError:
-            call_recorder(args.quiet)
-        except Exception:
-            pass  # load_demonstrations says what is wrong with it
-    return load_demonstrations(args.dataset_id, env, sparse=False, num_demos=args.num_demos)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{self.folder} is in use by another process: wait for it or stop it") from None
+        return file
+
+    def write_args(self, warning: str | None) -> None:
+        """The present arguments, so that a longer run that is interrupted again goes on to its new end."""
+        saved = {**dataclasses.asdict(self.args), "resume": None, "warning": warning}
+        with replacing(self.folder / "args.json") as file:
+            file.write(json.dumps(saved, indent=2).encode())
+
+    def open_log(self, warning: str | None) -> Any:
+        """The TensorBoard writer. What a resumed run logs again, TensorBoard itself replaces."""
+        from tensorboardX import SummaryWriter
+
+        arguments = dataclasses.asdict(self.args)
+        if self.args.track:
+            import wandb
+
+            with as_user_error("Weights & Biases does not start: run without --track"):
+                wandb.init(project="aquadem", name=self.folder.name, config=arguments, sync_tensorboard=True)
+        log = SummaryWriter(str(self.folder))
+        events = log.file_writer.event_writer
+        events.add_event = events._ev_writer.write_event  # at once: flush() would not wait for the writer's queue
+        table = "\n".join(f"|{key}|{value}|" for key, value in arguments.items())
+        log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
+        if warning:
+            log.add_text("warning", warning)
+            print("\n".join(["!" * 100, warning, "!" * 100]), file=sys.stderr)
+        return log
+
+    def finish(self) -> None:
+        self.bar.close()
+        self.log.close()
+        self.lock.close()
+        if not self.args.quiet:
+            print(f"done; evaluate with: python {Path(__file__).name} --evaluate {self.folder}")
+
+    # --------------------------------------------------------------------------- signals
+
+    def catch_signals(self) -> None:
+        """Ctrl-C and SIGTERM ask for a stop at the next checkpoint; a second one stops at once."""
+
+        def handle(number: int, _: Any) -> None:
+            if self.signals:
+                raise KeyboardInterrupt
+            self.signals.append(number)
+            print("\nstopping at the next checkpoint; once more to stop at once", file=sys.stderr)
+
+        signal.signal(signal.SIGINT, handle)
+        signal.signal(signal.SIGTERM, handle)
+
+    def stop_if_asked(self) -> None:
+        if self.signals:
+            command = f"python {Path(__file__).name} --resume {self.folder}"
+            print(f"\nstopped; continue with: {command}", file=sys.stderr)
+            sys.exit(128 + self.signals[0])
+
+    # ----------------------------------------------------------------- progress and speed
+
+    def show_progress(self, what: str, total: int, step: int) -> None:
+        self.bar.close()
+        self.bar = tqdm(desc=what, total=total, initial=step, unit="step", disable=self.args.quiet)
+        self.saved_step = step
+        self.start_clock(step)
+
+    def start_clock(self, step: int) -> None:
+        self.logged_step = step
+        self.logged_time = time.perf_counter()
+
+    @contextlib.contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """charts/SPS is the speed of training alone."""
+        started = time.perf_counter()
+        yield
+        self.logged_time += time.perf_counter() - started
+
+    # ---------------------------------------------------------------- the agent's training
+
+    def start_episode(self) -> None:
+        self.episode_return = 0.0
+        self.episode_length = 0
+        self.success: float | None = None
+
+    def count_step(self, transition: Transition, reward: float, info: dict) -> None:
+        self.unsaved.append(pack(transition))
+        self.episode_return += float(reward)
+        self.episode_length += 1
+        if "success" in info:
+            self.success = max(self.success or 0.0, float(info["success"]))
+        self.bar.update()
+
+    def log_update(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        values = {tag: float(value) for tag, value in jax.device_get(metrics).items()}
+        if not all(map(math.isfinite, values.values())):
+            sys.exit(f"error: not finite at step {step}: {values}; lower --learning-rate")
+        if step - self.logged_step >= 1000:
+            for tag, value in values.items():
+                self.log.add_scalar(tag, value, step)
+            speed = (step - self.logged_step) / (time.perf_counter() - self.logged_time)
+            self.log.add_scalar("charts/SPS", speed, step)
+            self.log.flush()
+            self.start_clock(step)
+
+    def end_episode(self, step: int) -> None:
+        self.log.add_scalar("charts/episodic_return", self.episode_return, step)
+        self.log.add_scalar("charts/episodic_length", self.episode_length, step)
+        if self.success is not None:
+            self.log.add_scalar("charts/success", self.success, step)
+        self.last_length = self.episode_length
+        self.start_episode()
+
+    def report(self, step: int, result: Evaluation, params: Any) -> None:
+        """An evaluation into agent.npz, evaluations.csv, TensorBoard and the progress bar."""
+        save_arrays(self.folder / "agent.npz", params, step=step)
+        row = {
+            "success_rate": float(np.mean(result.successes)),
+            "episodic_return": float(np.mean(result.returns)),
+            "episodic_length": float(np.mean(result.lengths)),
+        }
+        for tag, mean in row.items():
+            if math.isfinite(mean):  # an environment need not report success
+                self.log.add_scalar(f"eval/{tag}", mean, step)
+        write_rows_until(self.folder / "evaluations.csv", step, {**row, "episodes": len(result.returns)})
+        shown = {"return": f"{row['episodic_return']:.2f}", "success": f"{row['success_rate']:.2f}"}
+        self.bar.set_postfix(shown, refresh=False)
+        if result.frames:
+            write_video(self.folder / "videos" / f"step_{step}.mp4", result.frames, self.fps)
+
+    def save_checkpoint_if_due(self, env: gym.Env, state: Any, step: int) -> None:
+        """An environment can be restored between two episodes only, so save before one more passes the limit."""
+        if step + self.last_length <= self.saved_step + self.args.checkpoint_every and not self.signals:
+            return
+        first = not (self.folder / "state.npz").exists()
+        append_rows(self.folder / ("replay.partial" if first else "replay.f32"), self.unsaved)
+        self.log.flush()  # a kill loses what is not written, and a resumed run does not log it again
+        generator = env.unwrapped.np_random.bit_generator.state
+        save_arrays(self.folder / "state.npz", state, step=step, env_generator=generator)
+        if first:
+            (self.folder / "replay.partial").replace(self.folder / "replay.f32")
+        self.unsaved = []
+        self.saved_step = step
+        self.stop_if_asked()
+
+    def restore(self, env: gym.Env, state: Any, replay: Replay) -> tuple[Any, Replay, list[Transition], int]:
+        """Where an interrupted run left off: state, replay, the steps not yet in the replay, and the step."""
+        self.unsaved: list[np.ndarray] = []
+        self.fps = env.metadata.get("render_fps", 30)
+        path = self.folder / "replay.f32"
+        unfinished = self.folder / "replay.partial"
+        if not (self.folder / "state.npz").exists():
+            if path.exists():
+                advice = "bring it back, or delete the replay to start the agent anew"
+                raise UserError(f"{self.folder} has a replay.f32 but no state.npz: {advice}")
+            unfinished.unlink(missing_ok=True)  # of a run that was killed before its first checkpoint was whole
+            return state, replay, [], 0
+        if unfinished.exists():
+            unfinished.replace(path)  # killed at the end of its first checkpoint
+        state, meta = load_arrays(self.folder / "state.npz", state)
+        env.unwrapped.np_random.bit_generator.state = meta["env_generator"]
+        step = meta["step"]
+        stored = step - step % STEPS_PER_CALL
+        template = replay.transitions
+        capacity = len(template.ended)
+        row_size = sum(math.prod(array.shape[1:]) for array in template)
+        rows = restore_rows(path, step, row_size)
+        if not np.isfinite(rows).all():
+            raise UserError(f"{path} holds NaN or infinite values: this run cannot be resumed")
+        kept = np.arange(max(0, stored - capacity), stored)
+        ring = np.zeros((capacity, row_size), np.float32)
+        ring[kept % capacity] = rows[kept]
+        transitions = jax.tree.map(jnp.asarray, unpack(ring, template))
+        block = [unpack(np.array(row), template) for row in rows[stored:]]
+        return state, Replay(transitions, jnp.asarray(stored, jnp.int32)), block, step
 
 
-def train(args: Args) -> tuple[Path, Evaluation]:
-    """Whatever can be wrong with the input is found before the run folder is made."""
-    check_play_args(args)
-    env = make_desk(args.task, args.robodesk_rewards)
-    box, demos = env.action_space, None
-    if args.discretization in MESHES:
-        args.num_actions, args.exp_name = (
-            MESHES[args.discretization] ** len(box.low),
-            args.exp_name or args.discretization,
-        )
-    else:
-        demos, args.exp_name = load_play(args, env), args.exp_name or "aquaplay"
-        args.temperature_start = start_temperature(args, demos.actions)
-        learned_from(args, demos)
-        if args.candidates_from is None and not args.resume:
-            args.candidates_from = find_candidates(fingerprint(args, demos))
-            if args.candidates_from and not args.quiet:
-                print(f"candidates: the same play and settings were trained before, reusing {args.candidates_from}")
-        if args.candidates_from and not args.resume:  # a run has a copy of its own
-            load_candidates(
-                Path(args.candidates_from), make_candidate_network(args, len(box.low)), len(demos.observations[0])
-            )
-    signals = catch_signals()
-    run, warning = open_run_folder(args, None)
-    log = make_log(args, run, warning)
-    network, params = make_candidates(args, run, demos, box, log, signals)
-    result = train_play_agent(args, run, env, network, params, log, signals)
-    log.close()
-    if not args.quiet:
-        print(f"done; evaluate with: python {Path(__file__).name} --evaluate {run}")
-    return run, result
+class CandidateRun(Run):
+    """A run whose first stage learns candidates."""
+
+    def load_candidates(self, network: nn.Module, demos: Demonstrations) -> Any:
+        """Those that this run has trained already, or None."""
+        if not (self.folder / "candidates.npz").exists():
+            return None
+        return load_candidates(self.folder, network, demos.observations.shape[1])
+
+    def keep_candidates(self, params: Any) -> None:
+        save_arrays(self.folder / "candidates.npz", params)
+        (self.folder / "candidates_training.npz").unlink(missing_ok=True)
+
+    def restore_candidates(self, state: CandidateState) -> tuple[CandidateState, int]:
+        path = self.folder / "candidates_training.npz"
+        if not path.exists():
+            return state, 0
+        state, meta = load_arrays(path, state)
+        return state, meta["step"]
+
+    def log_candidates(self, step: int, loss: jax.Array, temperature: Any) -> None:
+        if not np.isfinite(loss):
+            sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
+        self.log.add_scalar("candidates/loss", float(loss), step)
+        self.log.add_scalar("candidates/temperature", float(temperature), step)
+        self.log.flush()
+        self.bar.set_postfix(loss=f"{loss:.5f}", refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def save_candidates(self, step: int, state: CandidateState) -> None:
+        if step % (20 * CANDIDATE_STEPS_PER_CALL) == 0 or self.signals:
+            self.log.flush()  # a kill loses what is not written, and a resumed run does not log it again
+            save_arrays(self.folder / "candidates_training.npz", state, step=step)
+            self.stop_if_asked()
 
 
-def train_all(args: Args) -> None:
-    """The nine base tasks one after the other, then the table of their last evaluations."""
-    rows = []
-    for task in BASE_TASKS:
-        run, result = train(dataclasses.replace(args, task=task))
-        rows.append(f"| {task} | {result.returns.mean():.1f} | {result.successes.mean():.2f} | {run} |")
-    print("\n".join(["| task | return | success | run |", "|---|---|---|---|", *rows]))
+class PlayRun(CandidateRun):
+    """A run whose folder is named after a task of RoboDesk."""
+
+    def open_folder(self) -> Path:
+        args = self.args
+        if args.resume:
+            return Path(args.resume)
+        name = f"RoboDesk-{args.task}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        folder = Path("runs") / re.sub(r"[^\w.-]", "_", name)
+        with as_user_error(f"cannot make the run folder {folder}"):
+            folder.mkdir(parents=True)
+        return folder
+
+
+# ------------------------------------------------------------------------- evaluation of a saved run
+
+
+def wilson_interval(successes: np.ndarray, z: float = 1.96) -> tuple[float, float]:
+    """95 percent confidence interval of a success rate."""
+    n, p = len(successes), float(np.mean(successes))
+    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
+
+
+def print_success(successes: np.ndarray, seen: int) -> None:
+    """With its interval; and once more for the states that no evaluation of the training began in."""
+    if np.isnan(successes).any():  # an environment need not report it
+        return
+    low, high = wilson_interval(successes)
+    print(f"success {successes.mean():.3f} ({low:.3f} to {high:.3f})")
+    fresh = successes[seen:]
+    if len(fresh):
+        low, high = wilson_interval(fresh)
+        where = f"on the {len(fresh)} states that training never evaluated"
+        print(f"success {fresh.mean():.3f} ({low:.3f} to {high:.3f}) {where}")
 
 
 def evaluate_play_run(args: Args) -> None:
     """Prints mean return and success of a run's latest evaluated agent, with 95 percent confidence intervals."""
-    check_play_args(args)
+    check_args(args)
     run = Path(args.evaluate)
     saved = load_args(run)
-    rewards, video = saved.robodesk_rewards, args.capture_video
-    envs = [make_desk(saved.task, rewards, video and i < 3) for i in range(args.eval_episodes)]
-    obs_dim, box = envs[0].observation_space.shape[0], envs[0].action_space
-    fixed = saved.discretization in MESHES
-    network = FixedCandidates(saved.num_actions, len(box.low)) if fixed else make_candidate_network(saved, len(box.low))
-    candidate_params, q_network = load_candidates(run, network, obs_dim), QNetwork(saved.num_actions)
+    saved.capture_video = args.capture_video
+    envs = make_evaluation_desks(saved, args.eval_episodes, videos=3)
+    box = envs[0].action_space
+    obs_dim = envs[0].observation_space.shape[0]
+    network = make_candidate_network(saved, len(box.low))
+    q_network = QNetwork(saved.num_actions)
+    candidate_params = load_candidates(run, network, obs_dim)
     template = jax.eval_shape(q_network.init, jax.random.PRNGKey(0), jnp.zeros(obs_dim))
     q_params, meta = load_arrays(run / "agent.npz", template)
-    policy, key = make_policy(q_network, network, box), jax.random.PRNGKey(0)
-    result = evaluate(lambda x: policy(q_params, candidate_params, x, key, epsilon=0.0)[0][:, :-1], envs)
+    policy = make_policy(q_network, network, box)
+    key = jax.random.PRNGKey(0)
+    result = evaluate(lambda x: policy(q_params, candidate_params, x, key, epsilon=0.0)[0], envs)
     print(f"{run}, step {meta['step']}, {len(envs)} episodes")
     half = 1.96 * result.returns.std(ddof=1) / math.sqrt(len(envs)) if len(envs) > 1 else math.nan
     print(f"return  {result.returns.mean():.3f} +- {half:.3f}")
-    print("success {:.3f} ({:.3f} to {:.3f})".format(result.successes.mean(), *wilson_interval(result.successes)))
+    print_success(result.successes, saved.eval_episodes)
     if result.frames:
         path = run / "videos" / f"evaluation_{meta['step']}.mp4"
-        write_video(path, result.frames, envs[0].metadata["render_fps"])
+        write_video(path, result.frames, envs[0].metadata.get("render_fps", 30))
         print(f"video   {path}")
-    for env in envs:
-        env.close()
 
 
-def require_end_ahead(run: Path, argument: str, end: int) -> None:
+def check_end_is_ahead(run: Path, argument: str, end: int) -> None:
     """A resumed run may be given another end, but none that its checkpoint has passed."""
     path = run / "state.npz"
     if path.exists():
-        with explained(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+        with as_user_error(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
             step = json.loads(file["meta"].tobytes())["step"]
-        require(step <= end, f"{run} is at step {step} already: give {argument} no less")
+        if step > end:
+            raise UserError(f"{run} is at step {step} already: give {argument} no less")
 
 
 def resumed_args(args: Args) -> Args:
@@ -1144,26 +1480,49 @@ def resumed_args(args: Args) -> Args:
     changed = tyro.cli(Args, default=dataclasses.replace(saved, resume=args.resume))
     free = {"resume", "total_timesteps", "eval_every", "checkpoint_every", "capture_video", "track", "quiet"}
     for field in dataclasses.fields(Args):
-        same = field.name in free or getattr(changed, field.name) == getattr(saved, field.name)
-        require(same, f"--{field.name.replace('_', '-')} cannot be changed by --resume: start a new run")
-    require_end_ahead(Path(args.resume), "--total-timesteps", changed.total_timesteps)
+        if field.name not in free and getattr(changed, field.name) != getattr(saved, field.name):
+            raise UserError(f"{option(field.name)} cannot be changed by --resume: start a new run")
+    check_end_is_ahead(Path(args.resume), "--total-timesteps", changed.total_timesteps)
     return changed
 
 
-def main() -> None:
+def train_all(args: Args) -> None:
+    """The nine base tasks one after the other, then the table of their last evaluations."""
+    rows = []
+    for task in BASE_TASKS:
+        run = train(dataclasses.replace(args, task=task))
+        header, *_, last = (run / "evaluations.csv").read_text().splitlines()
+        result = dict(zip(header.split(","), map(float, last.split(","))))
+        rows.append(f"| {task} | {result['episodic_return']:.1f} | {result['success_rate']:.2f} | {run} |")
+    print("\n".join(["| task | return | success | run |", "|---|---|---|---|", *rows]))
+
+
+@contextlib.contextmanager
+def errors_on_one_line() -> Iterator[None]:
+    """Bad input ends with exit code 2, a full disk with 1, and neither with a traceback."""
     try:
-        args = tyro.cli(Args, description=__doc__)
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "; free some space, then --resume the run" if full else ""
+        print(f"error: {error}{advice}", file=sys.stderr)
+        sys.exit(1 if full else 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    with errors_on_one_line():
         if args.evaluate:
             evaluate_play_run(args)
         elif args.task == "all" and not args.resume:
             train_all(args)
         else:
             train(resumed_args(args) if args.resume else args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import io
 import json
@@ -63,6 +64,8 @@ EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED
 @dataclasses.dataclass
 class Args:
     env_id: str = "AdroitHandDoor-v1"  # any Gymnasium id with Box actions; `module:Env-v0` imports the module
+    env_kwargs: str = "{}"  # arguments of the environment as JSON, such as '{"env_name": "drawer-open-v3"}'
+    max_episode_steps: int | None = None  # time limit of an episode; default: the environment's own
     dataset_id: str | None = None  # any Minari id, local or else downloaded; default for Adroit: D4RL/<task>/human-v2
     num_demos: int | None = None  # use only the first N episodes of the dataset; default: all
     best_fraction: float = 1.0  # of those, only the best by return; 0.1: 10-percent BC (ours)
@@ -408,7 +411,7 @@ class Evaluation(NamedTuple):
 
 def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evaluation:
     """One episode in each environment, side by side, with one policy call per step for all of them."""
-    observations = [env.reset(seed=EVALUATION_SEED + i)[0] for i, env in enumerate(envs)]
+    observations = [seeded_reset(env, EVALUATION_SEED + i) for i, env in enumerate(envs)]
     observations = np.stack(observations).astype(np.float32)
     returns = np.zeros(len(envs))
     lengths = np.zeros(len(envs), int)
@@ -496,8 +499,8 @@ def train_agent(
 def train(args: BCArgs | MDNArgs) -> Path:
     """Whatever can be wrong with the input is found before the run folder is made."""
     check_numbers(args)
-    env = make_env(args.env_id, args.reward)
-    args.reward = "sparse" if isinstance(env.env, SparseReward) else "env"
+    args.reward = check_env(args)
+    env = make_env(args)
     demos, args.dataset_id, warning = find_demonstrations(args, env)
     demos = best_episodes(demos, args.best_fraction)
     run = CloningRun(args, warning, fps=env.metadata.get("render_fps", 30))
@@ -513,8 +516,10 @@ def train(args: BCArgs | MDNArgs) -> Path:
 # =================================================================================================
 
 BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
+PROBED_STEPS = 1_000  # of one episode, played before a run to see what the environment reports
 
 BOUNDS = {  # of every number that has any
+    "max_episode_steps": (1, math.inf),
     "num_demos": (1, math.inf),
     "best_fraction": (1e-9, 1),
     "seed": (0, EVALUATION_SEED - 1),
@@ -557,11 +562,21 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_numbers(args: BCArgs | MDNArgs) -> None:
+def check_numbers(args: Args) -> None:
     for name, (low, high) in BOUNDS.items():
         value = getattr(args, name, None)  # some are of one method only
         if value is not None and not low <= value <= high:
             raise UserError(f"{option(name)} is {value}: give a number from {low} to {high}")
+
+
+def environment_arguments(args: Args) -> dict[str, Any]:
+    try:
+        arguments = json.loads(args.env_kwargs)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise UserError(f"--env-kwargs is {args.env_kwargs!r}: give a JSON object, such as '{{\"name\": 1}}'")
+    return arguments
 
 
 # ------------------------------------------------------------------------------------ fast layers
@@ -594,7 +609,35 @@ class SparseReward(gym.Wrapper):
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict]:
         observation, _, terminated, truncated, info = self.env.step(action)
+        if "success" not in info:
+            raise UserError("the environment reports info['success'] at some steps only: use --reward env")
         return observation, float(info["success"]), terminated, truncated, info
+
+
+class CheckedEnv(gym.wrappers.FlattenObservation):
+    """Flat observations. What goes in is in the action space, to its last bit, and what comes out is finite."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        observation, info = super().reset(**kwargs)
+        self.steps = 0
+        self.check("observation", observation, self.observation_space.shape)
+        return observation, info
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        box = self.action_space
+        action = np.clip(np.asarray(action, box.dtype), box.low, box.high)
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.steps += 1
+        self.check("observation", observation, self.observation_space.shape)
+        self.check("reward", reward, ())
+        return observation, reward, terminated, truncated, info
+
+    def check(self, what: str, value: Any, shape: tuple[int, ...]) -> None:
+        place = f"the environment's {what} at step {self.steps} of an episode"
+        if np.shape(value) != shape:
+            raise UserError(f"{place} has shape {np.shape(value)} instead of {shape}: repair the environment")
+        if not np.isfinite(value).all():
+            raise UserError(f"{place} is not finite: repair the environment, then --resume the run")
 
 
 @contextlib.contextmanager
@@ -610,43 +653,68 @@ def silent_compiler() -> Iterator[None]:
         mujoco.set_mju_user_warning(before)
 
 
-def make_env(env_id: str, reward: str | None, render: bool = False) -> gym.Env:
-    """A Gymnasium environment with a Box action space, flat observations, and the sparse reward if there is one."""
+def make_env(args: Args, render: bool = False) -> gym.Env:
+    """A Gymnasium environment with a Box action space, flat observations, and the sparse reward if that is wanted."""
     if render and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
         import gymnasium_robotics  # registers Adroit, and prints a notice
 
         gym.register_envs(gymnasium_robotics)
-    with as_user_error(f"cannot make environment {env_id!r}"), silent_compiler():
-        env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
-    check_spaces(env_id, env.action_space, env.observation_space)
-    if reward != "env":
-        if reports_success(env):
-            env = SparseReward(env)
-        elif reward == "sparse":
-            raise UserError(f"{env_id} reports no info['success'], so it has no sparse reward: use --reward env")
-    return gym.wrappers.FlattenObservation(env)
+    arguments = environment_arguments(args)
+    arguments["render_mode"] = "rgb_array" if render else None
+    limit = args.max_episode_steps
+    with as_user_error(f"cannot make environment {args.env_id!r}"), silent_compiler():
+        env = gym.make(args.env_id, max_episode_steps=limit, disable_env_checker=True, **arguments)
+    check_spaces(args.env_id, env.action_space, env.observation_space)
+    return CheckedEnv(SparseReward(env) if args.reward == "sparse" else env)
 
 
 def check_spaces(env_id: str, actions: gym.Space, observations: gym.Space) -> None:
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
         raise UserError(f"{env_id} has action space {actions}: AQuaDem needs a Box with one dimension")
+    if not np.issubdtype(actions.dtype, np.floating):
+        raise UserError(f"{env_id} has actions of type {actions.dtype}: AQuaDem needs a Box of floating-point numbers")
     parts = observations.values() if isinstance(observations, gym.spaces.Dict) else [observations]
     if not all(isinstance(part, gym.spaces.Box) for part in parts):
         raise UserError(f"{env_id} has observation space {observations}: a Box or a Dict of Boxes is needed")
 
 
-def reports_success(env: gym.Env) -> bool:
-    box = env.action_space
-    env.reset(seed=0)
-    _, _, _, _, info = env.step(np.clip(np.zeros(box.shape, box.dtype), box.low, box.high))
-    return "success" in info
+def check_env(args: Args) -> str:
+    """Sees that episodes end, and what they report. Returns the kind of reward."""
+    reports = play_once(args.env_id, make_env(dataclasses.replace(args, reward="env")))
+    if args.reward == "sparse" and not all(reports):
+        when = "at some steps only" if any(reports) else "never"
+        raise UserError(f"{args.env_id} reports info['success'] {when}, so it has no sparse reward: use --reward env")
+    return args.reward or ("sparse" if all(reports) else "env")
+
+
+def play_once(env_id: str, env: gym.Env) -> list[bool]:
+    """One episode, or its beginning, with nothing but zeros for actions: does each step report a success?"""
+    reports: list[bool] = []
+    ended = False
+    truncated = False
+    with as_user_error(f"{env_id} does not run"):
+        env.reset(seed=0)
+        while not ended and len(reports) < PROBED_STEPS:
+            _, _, terminated, truncated, info = env.step(np.zeros(env.action_space.shape))
+            reports.append("success" in info)
+            ended = terminated or truncated
+        env.close()
+    if env.spec.max_episode_steps is None and not truncated:
+        raise UserError(f"{env_id} has no time limit, an episode might never end: give --max-episode-steps")
+    return reports
 
 
 def make_evaluation_envs(args: Args, episodes: int, videos: int) -> list[gym.Env]:
     """An environment per episode; the first ones make pictures if asked for."""
-    return [make_env(args.env_id, args.reward, args.capture_video and i < videos) for i in range(episodes)]
+    return [make_env(args, args.capture_video and i < videos) for i in range(episodes)]
+
+
+def seeded_reset(env: gym.Env, seed: int) -> np.ndarray:
+    """Twice, because some environments (Meta-World's) draw their task before they look at the seed."""
+    env.reset(seed=seed)
+    return env.reset(seed=seed)[0]
 
 
 # --------------------------------------------------------------------------------- demonstrations
@@ -697,9 +765,12 @@ def load_demonstrations(
     number = min(dataset.total_episodes, num_demos or sys.maxsize)
     with as_user_error(f"cannot read dataset {dataset_id!r}"):
         episodes = [read_episode(dataset_id, e, env, sparse) for e in dataset.iterate_episodes(range(number))]
-    if sum(len(episode.actions) for episode in episodes) == 0:
+    whole = [episode for episode in episodes if len(episode.actions)]
+    if not whole:
         raise UserError(f"dataset {dataset_id!r} holds no steps: choose another with --dataset-id")
-    return Demonstrations(*map(np.concatenate, zip(*episodes)))
+    if len(whole) < len(episodes):
+        print(f"{dataset_id}: {len(episodes) - len(whole)} episodes without a step are left out", file=sys.stderr)
+    return Demonstrations(*map(np.concatenate, zip(*whole)))
 
 
 def read_episode(dataset_id: str, episode: Any, env: gym.Env, sparse: bool) -> Demonstrations:
@@ -711,11 +782,14 @@ def read_episode(dataset_id: str, episode: Any, env: gym.Env, sparse: bool) -> D
         if "success" not in (episode.infos or {}):
             missing = "field infos has no 'success' for a sparse reward: use --reward env"
             raise UserError(f"dataset {dataset_id!r}: {missing}")
-        rewards = np.asarray(episode.infos["success"], np.float32).reshape(-1)[-steps:]  # one more is the reset's
+        success = np.asarray(episode.infos["success"], np.float32)
+        rewards = success[1:] if len(success) == steps + 1 else success  # one more is the reset's
     for field, array, shape in (
         ("observations", observations, (steps + 1, *env.observation_space.shape)),
         ("actions", np.asarray(episode.actions), (steps, *box.shape)),
-        ("rewards", rewards, (steps,)),
+        ("infos['success']" if sparse else "rewards", rewards, (steps,)),
+        ("terminations", np.asarray(episode.terminations), (steps,)),
+        ("truncations", np.asarray(episode.truncations), (steps,)),
     ):
         if array.shape != shape:
             needed = f"{env.spec.id} needs {shape}"
@@ -789,12 +863,23 @@ def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
     """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON only, never a pickle."""
     arrays = {f"leaf_{i:03d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    unfinished = path.with_suffix(".partial")
-    with unfinished.open("wb") as file:
+    with replacing(path) as file:
         np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A file to write, which takes the path's place when it is whole on disk; if that fails, nothing is left of it."""
+    unfinished = path.with_suffix(".partial")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
@@ -812,12 +897,12 @@ def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
     return jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]), meta
 
 
-def load_command(run: Path) -> BCArgs | MDNArgs:
+def load_command(run: Path) -> Any:
     """The arguments of a run, of the kind that its method has."""
     with as_user_error(f"{run} is not a run folder of this script"):
         saved = json.loads((run / "args.json").read_text())
-        kind = {"bc": BCArgs, "mdn": MDNArgs}[saved["method"]]
-        return kind(**{field.name: saved[field.name] for field in dataclasses.fields(kind) if field.init})
+        kind = METHODS[saved["method"]]
+        return kind(**{f.name: saved.get(f.name, f.default) for f in dataclasses.fields(kind) if f.init})
 
 
 def load_reference(run: Path, obs_dim: int) -> Reference:
@@ -828,12 +913,20 @@ def load_reference(run: Path, obs_dim: int) -> Reference:
 
 def write_rows_until(path: Path, step: int, row: dict[str, Any]) -> None:
     """Appends to a CSV. Rows from this step on are what an interrupted run had written: replaced."""
-    lines = path.read_text().splitlines()[1:] if path.exists() else []
-    kept = [line for line in lines if int(line.split(",")[0]) < step]
+    kept = [line for line in read_rows(path) if int(line.split(",")[0]) < step]
     header = ",".join(["step", *row])
     new = ",".join(map(str, [step, *row.values()]))
-    path.with_suffix(".partial").write_text("\n".join([header, *kept, new]) + "\n")
-    path.with_suffix(".partial").replace(path)
+    with replacing(path) as file:
+        file.write(("\n".join([header, *kept, new]) + "\n").encode())
+
+
+def read_rows(path: Path) -> list[str]:
+    """The lines of a CSV of evaluations, without its header."""
+    with as_user_error(f"{path} is not a curve of this script, move it away"):
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        for line in lines:
+            int(line.split(",")[0])
+    return lines
 
 
 class CloningRun:
@@ -849,6 +942,7 @@ class CloningRun:
         self.lock = self.lock_folder()
         if args.resume:
             warning = json.loads((self.folder / "args.json").read_text()).get("warning")
+            read_rows(self.folder / "evaluations.csv")
         self.write_args(warning)
         self.log = self.open_log(warning)
         self.bar = tqdm(disable=True)
@@ -874,7 +968,8 @@ class CloningRun:
 
     def lock_folder(self) -> Any:
         """Two processes that write to one folder would spoil it. The lock ends with its process."""
-        file = (self.folder / "lock").open("w")
+        with as_user_error(f"cannot write to {self.folder}"):
+            file = (self.folder / "lock").open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -883,10 +978,9 @@ class CloningRun:
 
     def write_args(self, warning: str | None) -> None:
         """The present arguments, so that a longer run that is interrupted again goes on to its new end."""
-        partial = self.folder / "args.partial"
         saved = {**dataclasses.asdict(self.args), "resume": None, "warning": warning}
-        partial.write_text(json.dumps(saved, indent=2))
-        partial.replace(self.folder / "args.json")
+        with replacing(self.folder / "args.json") as file:
+            file.write(json.dumps(saved, indent=2).encode())
 
     def open_log(self, warning: str | None) -> Any:
         """The TensorBoard writer. What a resumed run logs again, TensorBoard itself replaces."""
@@ -1026,6 +1120,19 @@ def wilson_interval(successes: np.ndarray, z: float = 1.96) -> tuple[float, floa
     return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
 
 
+def print_success(successes: np.ndarray, seen: int) -> None:
+    """With its interval; and once more for the states that no evaluation of the training began in."""
+    if np.isnan(successes).any():  # an environment need not report it
+        return
+    low, high = wilson_interval(successes)
+    print(f"success {successes.mean():.3f} ({low:.3f} to {high:.3f})")
+    fresh = successes[seen:]
+    if len(fresh):
+        low, high = wilson_interval(fresh)
+        where = f"on the {len(fresh)} states that training never evaluated"
+        print(f"success {fresh.mean():.3f} ({low:.3f} to {high:.3f}) {where}")
+
+
 def evaluate_saved_policy(args: BCArgs | MDNArgs) -> None:
     """Prints return, success (with 95 percent confidence intervals) and Wasserstein distance of a run's last policy."""
     check_numbers(args)
@@ -1044,9 +1151,7 @@ def evaluate_saved_policy(args: BCArgs | MDNArgs) -> None:
     print(f"{run}, step {meta['step']}, {len(envs)} episodes")
     half = 1.96 * result.returns.std(ddof=1) / math.sqrt(len(envs)) if len(envs) > 1 else math.nan
     print(f"return  {result.returns.mean():.3f} +- {half:.3f}")
-    if not np.isnan(result.successes).any():
-        low, high = wilson_interval(result.successes)
-        print(f"success {result.successes.mean():.3f} ({low:.3f} to {high:.3f})")
+    print_success(result.successes, saved.eval_episodes)
     low, median, high = map(float, reference.human)
     print(f"Wasserstein distance {distance:.3f}; human {median:.3f} (quartiles {low:.3f} and {high:.3f})")
     if result.frames:
@@ -1067,11 +1172,12 @@ def check_end_is_ahead(run: Path, argument: str, end: int) -> None:
 
 # ------------------------------------------------------------------------------------ command line
 
+METHODS = {"bc": BCArgs, "mdn": MDNArgs}
 Command = Annotated[BCArgs, tyro.conf.subcommand("bc")] | Annotated[MDNArgs, tyro.conf.subcommand("mdn")]
 
 
 def with_subcommand(words: list[str]) -> list[str]:
-    """`--resume RUN` and `--evaluate RUN` need no `bc` or `mdn`, for a run knows its own."""
+    """`--resume RUN` and `--evaluate RUN` need no method, for a run knows its own."""
     flags = ("--resume", "--evaluate")
     argv: list[str] = []
     for word in words:
@@ -1082,33 +1188,45 @@ def with_subcommand(words: list[str]) -> list[str]:
     return argv
 
 
-def resumed_command(args: BCArgs | MDNArgs, argv: list[str]) -> BCArgs | MDNArgs:
-    """The run's own arguments; only what does not change the learning may be given anew."""
+def resumed_command(args: Any, argv: list[str], end: str) -> Any:
+    """The run's own arguments; only what does not change the learning may be given anew, such as its end."""
     saved = load_command(Path(args.resume))
     if saved.method != args.method:
         raise UserError(f"{args.resume} is a run of {saved.method}, not of {args.method}")
     changed = tyro.cli(type(saved), args=argv[1:], default=dataclasses.replace(saved, resume=args.resume))
-    free = {"resume", "gradient_steps", "eval_every", "checkpoint_every", "capture_video", "track", "quiet"}
+    free = {"resume", end, "eval_every", "checkpoint_every", "capture_video", "track", "quiet"}
     for field in dataclasses.fields(saved):
         if field.name not in free and getattr(changed, field.name) != getattr(saved, field.name):
             raise UserError(f"{option(field.name)} cannot be changed by --resume: start a new run")
-    check_end_is_ahead(Path(args.resume), "--gradient-steps", changed.gradient_steps)
+    check_end_is_ahead(Path(args.resume), option(end), getattr(changed, end))
     return changed
 
 
-def main() -> None:
+@contextlib.contextmanager
+def errors_on_one_line() -> Iterator[None]:
+    """Bad input ends with exit code 2, a full disk with 1, and neither with a traceback."""
     try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "; free some space, then --resume the run" if full else ""
+        print(f"error: {error}{advice}", file=sys.stderr)
+        sys.exit(1 if full else 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def main() -> None:
+    with errors_on_one_line():
         argv = with_subcommand(sys.argv[1:])
         args = tyro.cli(Command, args=argv, description=__doc__)
         if args.evaluate:
             evaluate_saved_policy(args)
         else:
-            train(resumed_command(args, argv) if args.resume else args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+            train(resumed_command(args, argv, "gradient_steps") if args.resume else args)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 import aquadqn
 import sac_baselines
-from aquaplay import EVALUATION_SEED, PLAY, UserError, explained, make_desk, render, require, write_video
+from aquaplay import EVALUATION_SEED, PLAY, UserError, as_user_error, make_desk, render, write_video
 from robodesk_env import BASE_TASKS, TASKS, Desk
 
 FIRST_SEED = 1_000_000_000  # of AQuaDQN's rollouts: neither training nor evaluation starts an episode from these
@@ -110,6 +110,11 @@ class PersonArgs(PlayArgs):
     """name of the new dataset"""
     device: Literal["keyboard", "gamepad"] = "keyboard"
     """what the person plays with"""
+
+
+def require(condition: Any, message: str) -> None:
+    if not condition:
+        raise UserError(message)
 
 
 # --------------------------------------------------------------------------------------------------- datasets
@@ -230,10 +235,10 @@ def record_agent(args: RolloutsArgs) -> None:
     """The successful episodes of an AQuaDQN agent."""
     require_new(args.dataset_id)
     saved = aquadqn.load_args(args.run)
-    env = aquadqn.make_env(saved.env_id, "env")
+    env = aquadqn.make_env(dataclasses.replace(saved, reward="env"))
     buffers, tried = record_successes(env, load_policy(args.run, env), args)
     name = args.dataset_id
-    with explained(f"cannot write dataset {name!r}"), whole_dataset(name):
+    with as_user_error(f"cannot write dataset {name!r}"), whole_dataset(name):
         dataset = minari.create_dataset_from_buffers(
             name,
             buffers,
@@ -268,28 +273,28 @@ def roll_out_policy(policy: Callable, params: Any, env: gym.Env, steps: int, see
         action, key = policy(params, observation, key, mode="sample")
         next_observation, reward, terminated, truncated, _ = env.step(np.asarray(action))
         ended = terminated or truncated
-        rows.append(sac_baselines.pack_transitions(observation, next_observation, action, reward, terminated, ended))
+        step = sac_baselines.Transition(observation, next_observation, action, reward, terminated, ended)
+        rows.append(sac_baselines.pack(step))
         observation = sac_baselines.first_observation(env) if ended else np.asarray(next_observation, np.float32)
     return np.stack(rows)
 
 
-def episode_buffers(rows: np.ndarray, obs_dim: int, sparse: bool) -> list:
+def episode_buffers(rows: np.ndarray, obs_dim: int, action_dim: int, sparse: bool) -> list:
     """Rows of a replay as Minari episodes. An episode that was still running counts as truncated."""
+    template = sac_baselines.make_replay(1, obs_dim, action_dim).transitions
     buffers = []
     for episode in np.split(rows, np.flatnonzero(rows[:-1, -1]) + 1):
-        observations, next_observations, actions, rewards, terminations, _ = sac_baselines.unpack_transitions(
-            episode, obs_dim
-        )
+        steps = sac_baselines.unpack(episode, template)
         last = np.arange(len(episode)) == len(episode) - 1
         buffers.append(
             EpisodeBuffer(
-                observations=np.concatenate([observations, next_observations[-1:]]),
-                actions=actions,
-                rewards=rewards,
-                terminations=terminations > 0,
-                truncations=last & (terminations == 0),
+                observations=np.concatenate([steps.observation, steps.next_observation[-1:]]),
+                actions=steps.action,
+                rewards=steps.reward,
+                terminations=steps.terminated > 0,
+                truncations=last & (steps.terminated == 0),
                 # The sparse reward is the success; its first entry belongs to the reset.
-                infos={"success": np.concatenate([[False], rewards > 0])} if sparse else None,
+                infos={"success": np.concatenate([[False], steps.reward > 0])} if sparse else None,
             )
         )
     return buffers
@@ -301,7 +306,7 @@ def record_replay_and_rollouts(args: RolloutsArgs) -> None:
     for name in names:
         require_new(name)
     run = args.run
-    saved = sac_baselines.load_sac_args(run)
+    saved = sac_baselines.load_command(run)
     env = sac_baselines.make_task(saved)
     obs_dim, box = env.observation_space.shape[0], env.action_space
     require_flat(env)
@@ -310,16 +315,17 @@ def record_replay_and_rollouts(args: RolloutsArgs) -> None:
     count = min(meta["step"], path.stat().st_size // (4 * row_size) if path.exists() else 0)
     require(count, f"{run} has no transitions from before its latest evaluation: train for longer")
     replay = np.fromfile(path, np.float32, count * row_size).reshape(-1, row_size)
-    rollouts = roll_out_policy(sac_baselines.make_sac_policy(box), params, env, args.steps, saved.seed, args.quiet)
+    policy = sac_baselines.make_policy(sac_baselines.Actor(len(box.low)), box)
+    rollouts = roll_out_policy(policy, params, env, args.steps, saved.seed, args.quiet)
     task = re.match(r"[A-Za-z0-9]+", env.unwrapped.spec.name)[0]
     low, high = REFERENCE_SCORES.get(task, (None, None)) if saved.reward == "env" else (None, None)
     kinds = ["replay", "rollouts of the policy"]
     for name, kind, rows in zip(names, kinds, (replay, rollouts)):
-        with explained(f"cannot write dataset {name!r}"), warnings.catch_warnings(), whole_dataset(name):
+        with as_user_error(f"cannot write dataset {name!r}"), warnings.catch_warnings(), whole_dataset(name):
             warnings.simplefilter("ignore")  # advice for those who publish datasets
             dataset = minari.create_dataset_from_buffers(
                 name,
-                episode_buffers(rows, obs_dim, saved.reward == "sparse"),
+                episode_buffers(rows, obs_dim, len(box.low), saved.reward == "sparse"),
                 env=dataclasses.replace(env.unwrapped.spec, max_episode_steps=env.spec.max_episode_steps),
                 observation_space=gym.spaces.Box(-np.inf, np.inf, (obs_dim,), np.float32),
                 action_space=box,
@@ -339,7 +345,7 @@ def record_rollouts(args: RolloutsArgs) -> None:
     for name in ("episodes", "steps"):
         require(getattr(args, name) >= 1, f"--{name} is {getattr(args, name)}: give at least 1")
     require(0 <= args.epsilon <= 1, f"--epsilon is {args.epsilon}: give a number from 0 to 1")
-    with explained(f"{args.run} is not a run folder"):
+    with as_user_error(f"{args.run} is not a run folder"):
         saved = json.loads((args.run / "args.json").read_text())
     record_run = record_replay_and_rollouts if "method" in saved else record_agent
     with contextlib.nullcontext() if args.root is None else minari_root(args.root.resolve()):
@@ -577,14 +583,14 @@ class Person:
     """
 
     def __init__(self, desk: Desk, device: str):
-        with explained("a person needs pygame (pip install pygame)"):
+        with as_user_error("a person needs pygame (pip install pygame)"):
             os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
             import pygame
         self.pygame, self.desk, self.device, self.stopped = pygame, desk, device, False
         desk.render_mode = "rgb_array"
         screens = [os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")]
         require(sys.platform != "linux" or any(screens), "no screen to show the desk on: run this at a desktop")
-        with explained("no screen to show the desk on"):
+        with as_user_error("no screen to show the desk on"):
             pygame.display.init()
             self.screen = pygame.display.set_mode((960, 720))
         pygame.display.set_caption("RoboDesk: Escape stops")
@@ -718,7 +724,7 @@ def record_play(args: PlayArgs) -> str:
         infos = {"success": episode.successes} if args.task else None
         fields = (episode.observations, episode.actions, episode.rewards, np.zeros_like(ends), ends, infos)
         buffers.append(EpisodeBuffer(index, None, None, *fields))
-    with warnings.catch_warnings(), explained(f"cannot write dataset {dataset_id!r}"), whole_dataset(dataset_id):
+    with warnings.catch_warnings(), as_user_error(f"cannot write dataset {dataset_id!r}"), whole_dataset(dataset_id):
         warnings.simplefilter("ignore")  # advice for those who publish datasets
         dataset = minari.create_dataset_from_buffers(
             dataset_id, buffers, action_space=desk.action_space, observation_space=desk.observation_space

@@ -10,6 +10,7 @@ does not count; evaluation and checkpoints do not fall into the measured steps.
 """
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -44,16 +45,14 @@ def run_ours(env_id: str, first: int, last: int) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import sac_baselines
 
-    class NoLog:
-        def add_scalar(self, *_: object) -> None:
-            pass
-
     args = sac_baselines.SACArgs(env_id=env_id, learning_rate=3e-4, n_step=1, reward_scale=1.0, quiet=True)
     args.total_timesteps, args.eval_every, args.eval_episodes = last + 1, 10**9, 1
     args.learning_starts, args.checkpoint_every = LEARNING_STARTS, 10**9
-    env = Stopwatch(sac_baselines.make_env(env_id, "env"), first, last)
-    with tempfile.TemporaryDirectory() as folder:
-        sac_baselines.train_sac(args, Path(folder), env, None, None, NoLog(), [])
+    env = Stopwatch(sac_baselines.make_env(sac_baselines.SACArgs(env_id=env_id, reward="env")), first, last)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        run = sac_baselines.SACRun(args, None)
+        sac_baselines.train_agent(args, run, env, None, None)
+        run.finish()
 
 
 def run_peer(name: str, env_id: str, first: int, last: int) -> None:

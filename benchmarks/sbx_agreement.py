@@ -18,6 +18,7 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 8
@@ -47,16 +48,22 @@ def train_ours(run: Path, updates: int, seed: int) -> list[list[float]]:
 
     env_id, obs_dim, action_dim, rows = load_replay(run)
     values = {"learning_rate": 3e-4, "n_step": 1, "tau": 0.005, "reward_scale": 1.0}
-    args, env = sac.SACArgs(env_id=env_id, reward="env", **values), sac.make_env(env_id, "env")
-    observations, _, actions, *_ = sac.unpack_transitions(rows[:: len(rows) // 250], obs_dim)
-    replay = sac.ContinuousReplay(jnp.asarray(rows), jnp.asarray(len(rows)))
-    state, learn, lines = sac.initial_state(args, env, jax.random.PRNGKey(seed)), sac.make_sac_update(args, env), []
-    for update in range(1, updates + 1):
-        state, _ = learn(state, replay, None)
-        if update % (updates // 4) == 0:
-            q = sac.TwinCritic().apply(state.params.critic, observations, actions)
-            policy = sac.Actor(action_dim).apply(state.params.actor, observations)
-            lines.append(summary(update, q, jnp.exp(state.params.log_temperature), *policy))
+    args = sac.SACArgs(env_id=env_id, reward="env", **values)
+    box = sac.make_env(args).action_space
+    actor, critic, optimizer = sac.Actor(action_dim), sac.TwinCritic(), optax.adam(args.learning_rate)
+    steps = sac.unpack(rows, sac.make_replay(1, obs_dim, action_dim).transitions)
+    replay = sac.Replay(jax.tree.map(jnp.asarray, steps), jnp.asarray(len(rows)))
+    fixed = slice(None, None, len(rows) // 250)
+    observations, actions = steps.observation[fixed], steps.action[fixed]
+    update = sac.make_update(sac.make_loss(actor, critic, box, args), optimizer, None, args)
+    agent, _ = sac.init_agent(actor, critic, optimizer, jax.random.PRNGKey(seed), args, obs_dim)
+    lines = []
+    for number in range(1, updates + 1):
+        agent, _ = update(agent, replay, None)
+        if number % (updates // 4) == 0:
+            q = critic.apply(agent.params.critic, observations, actions)
+            policy = actor.apply(agent.params.actor, observations)
+            lines.append(summary(number, q, jnp.exp(agent.params.log_temperature), *policy))
     return lines
 
 

@@ -215,7 +215,8 @@ def main() -> None:
     args = aquadqn.Args(env_id=options.env_id, total_timesteps=options.steps, eval_episodes=1, quiet=True)
     args.temperature_start = 1.0
     args.eval_every = 10**9
-    env = aquadqn.make_env(args.env_id, args.reward)
+    args.reward = "sparse"
+    env = aquadqn.make_env(args)
     obs_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
     row_size = 2 * obs_dim + 4
     q_network, network = aquadqn.QNetwork(args.num_actions), aquadqn.make_candidate_network(args, action_dim)

@@ -1,6 +1,7 @@
 """aquacql.py: the loss, the data's way from file to batch, several seeds at once, whole runs, and bad input."""
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from numpy.testing import assert_allclose, assert_array_equal
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import aquacql
 from aquacql import Args, Demonstrations, UserError
@@ -60,7 +62,7 @@ def here(datasets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """An empty working folder; signals are left to pytest."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(aquacql, "QNetwork", SmallQNetwork)
-    monkeypatch.setattr(aquacql, "catch_signals", list)
+    monkeypatch.setattr(aquacql.OfflineRun, "catch_signals", lambda self: None)
     return tmp_path
 
 
@@ -79,10 +81,14 @@ def finished(datasets: Path, tmp_path_factory) -> Path:
     """The run folder of an uninterrupted run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("finished"))
-        patch.setattr(aquacql, "catch_signals", list)
+        patch.setattr(aquacql.OfflineRun, "catch_signals", lambda self: None)
         patch.setattr(aquacql, "QNetwork", SmallQNetwork)
         run_script(TINY, patch)
         return only_run().resolve()
+
+
+def scalar_tags(run: Path) -> set[str]:
+    return set(EventAccumulator(str(run)).Reload().Tags()["scalars"])
 
 
 def saved_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -218,7 +224,7 @@ def write_d4rl(path: Path, drop: tuple[str, ...] = (), **changes: np.ndarray) ->
 
 @pytest.fixture(scope="module")
 def tiny_env(datasets: Path) -> gym.Env:
-    return aquacql.make_env(ENV_ID, "env")
+    return aquacql.make_offline_env(aquacql.Args(env_id=ENV_ID))
 
 
 @pytest.mark.parametrize("n_step", [1, 3, 10])
@@ -228,7 +234,7 @@ def test_no_transition_crosses_an_end(tmp_path, tiny_env, n_step, known):
     data = aquacql.load_d4rl(write_d4rl(tmp_path / "trap.hdf5", drop), tiny_env)
     transitions = aquacql.make_transitions(data, n_step, gamma)
     indices = jnp.arange(len(data.rewards))
-    batch = aquacql.sample_transitions(transitions, indices, jax.random.PRNGKey(0), 2000)
+    batch = aquacql.sample(transitions, indices, jax.random.PRNGKey(0), 2000)
     seen = set()
     for state, index, total, following, discount in zip(*map(np.asarray, batch)):
         episode, t = divmod(int(state[0]), 100)
@@ -280,12 +286,12 @@ def d4rl_copy(dataset_id: str, path: Path) -> Path:
 def test_minari_and_d4rl_give_equal_batches(datasets, tmp_path):
     path = d4rl_copy(DATASET_ID, tmp_path / "reach.hdf5")
     ways = [Args(dataset_id=DATASET_ID), Args(dataset_path=str(path), env_id=ENV_ID)]
-    (one, one_env), (other, other_env) = map(aquacql.load_dataset, ways)
+    (one, one_env, _), (other, other_env, _) = map(aquacql.load_dataset, ways)
     for ours, theirs in zip(one, other, strict=True):
         assert_array_equal(ours, theirs)
     first, second = (aquacql.make_transitions(data, 3, 0.995) for data in (one, other))
     indices, key = jnp.arange(len(one.rewards)), jax.random.PRNGKey(7)
-    for ours, theirs in zip(*(aquacql.sample_transitions(x, indices, key, 256) for x in (first, second)), strict=True):
+    for ours, theirs in zip(*(aquacql.sample(x, indices, key, 256) for x in (first, second)), strict=True):
         assert_array_equal(ours, theirs)
     assert one_env.unwrapped.spec.entry_point == other_env.unwrapped.spec.entry_point == "tiny_env:Reach"
 
@@ -293,29 +299,58 @@ def test_minari_and_d4rl_give_equal_batches(datasets, tmp_path):
 def test_environments_recorded_before_gymnasium_1_are_understood():
     spec = {"id": "Reach-v0", "entry_point": "tiny_env:Reach", "max_episode_steps": 13, "kwargs": {}}
     older = json.dumps({**spec, "autoreset": False, "apply_api_compatibility": False, "additional_wrappers": []})
-    assert aquacql.make_evaluation_env(Args(env_id="Reach-v0", env_spec=older)).spec.max_episode_steps == 13
+    assert aquacql.env_id_of_dataset({"eval_env_spec": older})[0] == "Reach-v0"
     with pytest.raises(aquacql.UserError, match="name it with --env-id"):
-        aquacql.make_evaluation_env(Args(env_id="Reach-v0", env_spec="{}"))
+        aquacql.env_id_of_dataset({"eval_env_spec": "{}"})
 
 
-def test_the_dataset_brings_its_environment_and_scores(datasets, monkeypatch):
-    args = Args(dataset_id=DATASET_ID)
-    _, env = aquacql.load_dataset(args)
-    assert args.env_id == "Reach-v0" and env.spec.max_episode_steps == 21 and args.ref_min_score is None
+@pytest.mark.parametrize("env_id", ["Reach-v0", "Unheard-v0", "trap:Reach-v0"])
+def test_no_code_that_a_dataset_names_is_run(datasets, here, monkeypatch, capsys, env_id):
+    """Its environment is made by the id of an installed package, or not at all."""
+    (here / "trap.py").write_text("open('sprung', 'w').close()\nfrom tiny_env import Reach\n")
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.delitem(sys.modules, "trap", raising=False)
+    spec = {"id": env_id, "entry_point": "trap:Reach", "max_episode_steps": 13, "kwargs": {"dictionary": True}}
+    spec |= {"additional_wrappers": [], "vector_entry_point": "trap:Reach"}
     load = aquacql.open_dataset
 
     def changed(dataset_id):
         dataset = load(dataset_id)
-        spec = {**json.loads(dataset.storage.metadata["env_spec"]), "max_episode_steps": 13}
+        metadata = {**dataset.storage.metadata, "eval_env_spec": json.dumps(spec)}
+        monkeypatch.setattr(type(dataset.storage), "metadata", metadata)
+        return dataset
+
+    monkeypatch.setattr(aquacql, "open_dataset", changed)
+    known = env_id == "Reach-v0"
+    result = aquacql.load_dataset(Args(dataset_id=DATASET_ID)) if known else error_of(TINY, monkeypatch, capsys)
+    assert not (here / "sprung").exists() and "trap" not in sys.modules and not (here / "runs").exists()
+    if known:
+        _, env, warning = result
+        assert env.spec.entry_point == "tiny_env:Reach" and not env.unwrapped.dictionary
+        assert "NOT THE DATASET'S ENVIRONMENT" in warning
+    else:
+        assert repr(env_id) in result and "--env-id" in result
+
+
+def test_the_dataset_brings_its_environment_and_scores(datasets, monkeypatch):
+    args = Args(dataset_id=DATASET_ID)
+    _, env, warning = aquacql.load_dataset(args)
+    assert args.env_id == "Reach-v0" and env.spec.max_episode_steps == 21 and args.ref_min_score is None
+    assert warning is None
+    load = aquacql.open_dataset
+
+    def changed(dataset_id):
+        dataset = load(dataset_id)
+        spec = {**json.loads(dataset.storage.metadata["env_spec"]), "id": "ReachDict-v0"}
         metadata = {**dataset.storage.metadata, "eval_env_spec": json.dumps(spec)}
         metadata |= {"ref_min_score": -50.0, "ref_max_score": -5.0}
         monkeypatch.setattr(type(dataset.storage), "metadata", metadata)
         return dataset
 
     monkeypatch.setattr(aquacql, "open_dataset", changed)
-    args = Args(dataset_id=DATASET_ID)
-    _, env = aquacql.load_dataset(args)
-    assert env.spec.max_episode_steps == 13 and (args.ref_min_score, args.ref_max_score) == (-50, -5)
+    args = Args(dataset_id="tiny/reachdict/expert-v0")
+    _, env, _ = aquacql.load_dataset(args)
+    assert args.env_id == env.spec.id == "ReachDict-v0" and (args.ref_min_score, args.ref_max_score) == (-50, -5)
 
 
 @pytest.mark.parametrize("name, env_id", [("hopper_medium-v2", "Hopper-v4"), ("walker2d-expert-v2", "Walker2d-v4")])
@@ -348,17 +383,18 @@ def test_normalized_score_by_hand():
 
 
 def test_interrupted_run_continues_bit_for_bit(finished, here, monkeypatch, capsys):
-    write_row = aquacql.write_row
+    write_rows_until = aquacql.write_rows_until
 
-    def killed_at_60(path, step, scores):
+    def killed_at_60(path, step, row):
         if step == 60:
             raise KeyboardInterrupt
-        write_row(path, step, scores)
+        write_rows_until(path, step, row)
 
-    monkeypatch.setattr(aquacql, "write_row", killed_at_60)
+    monkeypatch.setattr(aquacql, "write_rows_until", killed_at_60)
     with pytest.raises(SystemExit):
         run_script([*TINY, "--gradient-steps", "80"], monkeypatch)
-    monkeypatch.setattr(aquacql, "write_row", write_row)
+    gc.collect()  # a killed process gives up its lock; this one has to forget the run
+    monkeypatch.setattr(aquacql, "write_rows_until", write_rows_until)
     run = only_run()
     assert json.loads(saved_arrays(run / "state.npz")["meta"].tobytes())["step"] == 40
     run_script(["--resume", str(run), "--gradient-steps", "60"], monkeypatch)
@@ -393,16 +429,25 @@ def test_candidate_training_resumes_to_the_same_parameters(here, monkeypatch):
         def flush(self) -> None:
             pass
 
-    monkeypatch.setattr(aquacql, "GRADIENT_BLOCK", 2)  # a checkpoint every 40 steps
+    def train_candidates(folder: Path, last: int) -> None:
+        run = aquacql.OfflineRun(dataclasses.replace(args, resume=str(folder)), warning=None, fps=30)
+        run.log = Log(last)
+        try:
+            run.keep_candidates(aquacql.train_candidates(args, run, network, data))
+        finally:
+            run.lock.close()
+
+    monkeypatch.setattr(aquacql, "CANDIDATE_STEPS_PER_CALL", 2)  # a checkpoint every 40 steps
     args = Args(num_actions=3, candidate_steps=98, temperature_start=1.0, batch_size=16, num_seeds=2, quiet=True)
     network, data = aquacql.CandidateNetwork(3, 2, (8,), ()), random_data()
     for folder, last in (("whole", 99), ("broken", 44)):
         (here / folder).mkdir()
+        (here / folder / "args.json").write_text("{}")
         try:
-            aquacql.train_all_candidates(args, here / folder, network, data, Log(last), [])
+            train_candidates(here / folder, last)
         except Killed:
             assert json.loads(saved_arrays(here / folder / "candidates_training.npz")["meta"].tobytes())["step"] == 40
-            aquacql.train_all_candidates(args, here / folder, network, data, Log(99), [])
+            train_candidates(here / folder, 99)
     whole, broken = (saved_arrays(here / folder / "candidates.npz") for folder in ("whole", "broken"))
     assert all(np.array_equal(whole[key], broken[key]) for key in whole)
 
@@ -423,6 +468,8 @@ def test_two_seeds_of_one_run_equal_two_runs(finished, here, monkeypatch, capsys
         tables.append(np.genfromtxt(both / f"Reach-v0__aquacql__{i + 1}.csv", delimiter=",", names=True))
         alone = np.genfromtxt(single / "evaluations.csv", delimiter=",", names=True)
         assert_allclose(tables[i]["episodic_return"], alone["episodic_return"], rtol=1e-2)
+        assert {f"candidates/in_use_seed_{i + 1}", f"candidates/perplexity_seed_{i + 1}"} <= scalar_tags(both)
+    assert "candidates/in_use" in scalar_tags(finished) and "candidates/in_use" not in scalar_tags(both)
     returns, scores = (np.stack([table[name] for table in tables]) for name in ("episodic_return", "normalized_score"))
     mean = np.genfromtxt(both / "evaluations.csv", delimiter=",", names=True)
     assert np.abs(returns[0] - returns[1]).max() > 0.01

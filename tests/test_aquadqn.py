@@ -399,7 +399,7 @@ def straight_to_the_goal(observations: np.ndarray) -> np.ndarray:
 
 
 def test_evaluation_counts_success_at_any_step_and_is_the_same_every_time():
-    envs = [aquadqn.make_env("tiny_env:Reach-v0", None) for _ in range(5)]
+    envs = [aquadqn.make_env(Args(env_id="tiny_env:Reach-v0", reward="sparse")) for _ in range(5)]
     result = aquadqn.evaluate(straight_to_the_goal, envs)
     assert_array_equal(result.successes, np.ones(5))
     assert_array_equal(result.lengths, np.full(5, 21))

@@ -19,7 +19,7 @@ import tiny_env
 from numpy.testing import assert_allclose, assert_array_equal
 
 import aquagail
-from aquagail import Args
+from aquagail import Args, Replay, Transition
 
 ENV_ID, DATASET_ID = "tiny_env:Reach-v0", "tiny/reach/expert-v0"
 TINY = dict(env_id=ENV_ID, dataset_id=DATASET_ID, candidate_steps=200, num_actions=4, batch_size=16, buffer_size=300)
@@ -40,7 +40,7 @@ def small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(aquagail, "QNetwork", SmallQNetwork)
     patch.setattr(aquagail, "SINKHORN_POINTS", 50)
     patch.setattr(aquagail, "HUMAN_REPETITIONS", 5)
-    patch.setattr(aquagail, "catch_signals", list)
+    patch.setattr(aquagail.Run, "catch_signals", lambda run: None)
 
 
 def skip_picture(patch: pytest.MonkeyPatch) -> None:
@@ -124,13 +124,15 @@ def test_observations_are_normalised_and_actions_are_not():
     generator = np.random.default_rng(0)
     observations, following = generator.normal(5, [1, 10], (2, 1000, 2))
     actions, mean, deviation = generator.normal(size=(1000, 1)), observations.mean(axis=0), observations.std(axis=0)
+    steps = Transition(observations, following, actions, None, None, None)
+    reference = aquagail.Reference(mean, deviation, None, None, None)
     args = Args(discriminator_input="state-action")
-    seen = aquagail.make_discriminator_features(args, mean, deviation)(observations, actions, following)
+    seen = aquagail.discriminator_features(args, reference, steps)
     assert_allclose(np.mean(seen[:, :2], axis=0), 0, atol=1e-5)
     assert_allclose(np.std(seen[:, :2], axis=0), 1, rtol=1e-5)
     assert_allclose(seen[:, 2:], actions, rtol=1e-6)
     args = Args(discriminator_input="state-next-state", normalize_observations=False)
-    seen = aquagail.make_discriminator_features(args, mean, deviation)(observations, actions, following)
+    seen = aquagail.discriminator_features(args, reference, steps)
     assert_allclose(seen, np.concatenate([observations, following], axis=1), rtol=1e-6)
 
 
@@ -144,8 +146,8 @@ def test_it_tells_two_gaussians_apart(regularization):
     generator = np.random.default_rng(0)
     for _ in range(300):
         expert, agent = generator.normal([1, 1, 0, 0], 0.5, (64, 4)), generator.normal([-1, -1, 0, 0], 0.5, (64, 4))
-        state, (loss, accuracy) = step(state, jnp.asarray(expert), jnp.asarray(agent))
-    assert accuracy > 0.95 and loss < 0.4
+        state, metrics = step(state, jnp.asarray(expert), jnp.asarray(agent))
+    assert metrics["discriminator/accuracy"] > 0.95 and metrics["discriminator/loss"] < 0.4
     rewards = aquagail.discriminator_reward(
         network.apply(state.params, jnp.array([[1.0, 1, 0, 0], [-1, -1, 0, 0]])), 0.5
     )
@@ -195,73 +197,83 @@ def test_dropout_rates_and_sizes():
 # ----------------------------------------------------------------------------------------- replay and updates
 
 
-def filled_experience(count: int, capacity: int, seed: int = 0) -> tuple[aquagail.Experience, list[np.ndarray]]:
+def filled_replay(count: int, capacity: int, seed: int = 0) -> tuple[Replay, Transition]:
     """A ring with observations (3,) and actions (2,), episodes of 1 to 6 steps, some of which terminate."""
-    generator, rows = np.random.default_rng(seed), []
-    experience = aquagail.Experience(jnp.zeros((capacity, 11)), jnp.zeros((), jnp.int32))
-    store = jax.jit(aquagail.store_experience)
+    generator, steps = np.random.default_rng(seed), []
+    replay = aquagail.make_replay(capacity, 3, 2)
+    store = jax.jit(aquagail.store)
     for step in range(count):
         ended = generator.random() < 0.3
         terminated = ended and generator.random() < 0.5
         observation, following, action = generator.normal(size=3), generator.normal(size=3), generator.normal(size=2)
         observation[0] = step  # so that a sampled transition can be found again
-        rows.append(aquagail.pack_experience(observation, following, action, step % 7, terminated, ended))
+        steps.append(Transition(observation, following, action, step % 7, terminated, ended))
     for start in range(0, count, 8):
-        experience = store(experience, np.stack(rows[start : start + 8]))
-    return experience, rows
+        replay = store(replay, aquagail.stack_transitions(steps[start : start + 8]))
+    return replay, aquagail.stack_transitions(steps)
+
+
+def test_a_row_on_disk_is_observation_next_observation_action_index_terminated_ended():
+    replay, steps = filled_replay(24, capacity=40)
+    rows = np.stack([aquagail.pack(Transition(*step)) for step in zip(*steps)])
+    scalars = np.stack([steps.action, steps.terminated, steps.ended], axis=1)
+    expected = np.concatenate([steps.observation, steps.next_observation, steps.executed_action, scalars], axis=1)
+    assert rows.dtype == np.float32
+    assert_array_equal(rows, expected)
+    for ours, theirs in zip(aquagail.unpack(rows, replay.transitions), steps, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("count", [24, 88])
 def test_windows_and_their_rewards_against_brute_force(n_step, count):
-    gamma, (experience, rows) = 0.9, filled_experience(count, capacity=40)
+    gamma, (replay, steps) = 0.9, filled_replay(count, capacity=40)
     judge = aquagail.Discriminator(1, 8)
     params = jax.jit(judge.init)(jax.random.PRNGKey(1), jnp.zeros(5))
 
     @jax.jit
-    def draw(experience: aquagail.Experience) -> aquagail.Batch:
-        windows = aquagail.sample_experience(experience, jax.random.PRNGKey(2), 300, n_step, obs_dim=3)
-        seen = windows.observations, windows.actions, windows.next_observations
+    def draw(replay: Replay) -> aquagail.Batch:
+        windows = aquagail.sample(replay, jax.random.PRNGKey(2), 300, n_step)
+        seen = windows.observation, windows.executed_action, windows.next_observation
         logits = judge.apply(params, aquagail.discriminator_input("state-action", *seen))
         return aquagail.reward_windows(windows, aquagail.discriminator_reward(logits, 0.5), gamma)
 
-    batch = jax.tree.map(np.asarray, draw(experience))
+    batch = jax.tree.map(np.asarray, draw(replay))
     drawn = batch.observations[:, 0].astype(int)
     assert set(drawn) == set(range(max(0, count - 40), count))  # everything that is kept, nothing else
-    logits = np.asarray(judge.apply(params, np.stack([np.r_[row[:3], row[6:8]] for row in rows])))
+    logits = np.asarray(judge.apply(params, np.concatenate([steps.observation, steps.executed_action], axis=1)))
     for i, step in enumerate(drawn):
         total, factor, last = 0.0, 1.0, step
         for last in range(step, min(step + n_step, count)):
             total, factor = total + factor * logits[last] / 2, factor * gamma
-            if rows[last][-1]:
+            if steps.ended[last]:
                 break
         assert_allclose(batch.returns[i], total, rtol=1e-4, atol=1e-5)
-        assert_allclose(batch.discounts[i], 0 if rows[last][-2] else factor, rtol=1e-5)
-        assert_array_equal(batch.next_observations[i], rows[last][3:6])
+        assert_allclose(batch.discounts[i], 0 if steps.terminated[last] else factor, rtol=1e-5)
+        assert_array_equal(batch.next_observations[i], steps.next_observation[last])
         assert batch.actions[i] == step % 7
 
 
 @pytest.mark.parametrize("count", [24, 88])
-def test_triples_are_whole_and_cover_what_is_stored(count):
-    experience, rows = filled_experience(count, capacity=40)
-    triples = aquagail.sample_triples(experience.rows, experience.count, jax.random.PRNGKey(0), 500, 3, 2)
-    drawn = np.asarray(triples[0][:, 0]).astype(int)
-    assert set(drawn) == set(range(max(0, count - 40), count))
-    expected = np.stack([rows[step] for step in drawn])
-    for ours, theirs in zip(triples, (expected[:, :3], expected[:, 6:8], expected[:, 3:6]), strict=True):
-        assert_array_equal(ours, theirs)
+def test_single_steps_are_whole_and_cover_what_is_stored(count):
+    replay, steps = filled_replay(count, capacity=40)
+    drawn = aquagail.sample(replay, jax.random.PRNGKey(0), 500, n_step=1)
+    numbers = np.asarray(drawn.observation[:, 0, 0]).astype(int)
+    assert set(numbers) == set(range(max(0, count - 40), count))
+    ended = np.maximum(steps.ended, np.arange(count) == count - 1)  # the newest one counts as an end
+    for ours, theirs in zip(drawn, steps._replace(ended=ended), strict=True):
+        assert_array_equal(ours[:, 0], theirs[numbers])
 
 
 def test_q_values_become_the_rewards_of_the_current_discriminator():
     """With no discount and no log-policy, Q is the reward; and it follows when the discriminator changes."""
     args = Args(gamma=0.0, munchausen_alpha=0.0, batch_size=32, discriminator_learning_rate=1e-9)
-    experience, rows = filled_experience(40, capacity=40)
-    rows = np.stack(rows)
+    replay, steps = filled_replay(40, capacity=40)
     reference = aquagail.Reference(np.array([20.0, 0, 0]), np.array([12.0, 1, 1]), None, None, None)
     q_network, optimizer = SmallQNetwork(7), optax.adam(1e-2)
     judge, _ = aquagail.make_discriminator(args)
-    features = aquagail.make_discriminator_features(args, reference.mean, reference.deviation)
-    learn = aquagail.make_imitation_update(q_network, optimizer, reference, args)
+    learn = aquagail.make_update(q_network, optimizer, reference, args)
     params = jax.jit(q_network.init)(jax.random.PRNGKey(0), jnp.zeros(3))
     average, target = (jax.tree.map(jnp.copy, params) for _ in range(2))
     agent = aquagail.AgentState(
@@ -269,14 +281,13 @@ def test_q_values_become_the_rewards_of_the_current_discriminator():
     )
     for seed in (0, 1):
         discriminator = new_discriminator(args, 3, 2, seed)
-        expected = judge.apply(discriminator.params, features(rows[:, :3], rows[:, 6:8], rows[:, 3:6])) / 2
+        expected = judge.apply(discriminator.params, aquagail.discriminator_features(args, reference, steps)) / 2
         for _ in range(100):
-            agent, discriminator, metrics = learn(agent, discriminator, experience, jnp.asarray(rows[:, :8]))
-        q = q_network.apply(agent.params, rows[:, :3])[np.arange(40), rows[:, 8].astype(int)]
+            agent, discriminator, metrics = learn(agent, discriminator, replay, replay)
+        q = q_network.apply(agent.params, steps.observation)[np.arange(40), steps.action]
         assert np.std(expected) > 0.05 and np.corrcoef(q, expected)[0, 1] > 0.9 and np.abs(np.mean(q - expected)) < 0.1
-        named = dict(zip(aquagail.METRICS, np.asarray(metrics), strict=True))
-        assert_allclose(named["discriminator/reward_mean"], np.mean(expected), atol=0.05)
-        assert_allclose(named["discriminator/reward_std"], np.std(expected), rtol=0.3)
+        assert_allclose(metrics["discriminator/reward_mean"], np.mean(expected), atol=0.05)
+        assert_allclose(metrics["discriminator/reward_std"], np.std(expected), rtol=0.3)
 
 
 # -------------------------------------------------------------------------------------------------- whole runs
@@ -313,7 +324,11 @@ def test_no_reward_reaches_the_learner(finished, datasets, tmp_path):
 
 def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkeypatch, capsys):
     """Asked to stop in the middle of an episode, after the ring is full; it saves in the middle of a block of steps."""
-    asked, evaluate = [], aquagail.evaluate_clone
+    asked, interrupted, evaluate = [], [], aquagail.evaluate
+
+    def note_run(run: aquagail.Run) -> None:
+        interrupted.append(run)
+        run.signals = asked
 
     def evaluate_and_ask(*arguments):
         if asked or list(tmp_path.glob("runs/*/state.npz")):
@@ -324,13 +339,14 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkey
     skip_picture(monkeypatch)
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(aquagail, "catch_signals", lambda: asked)
-        patch.setattr(aquagail, "evaluate_clone", evaluate_and_ask)
+        patch.setattr(aquagail.Run, "catch_signals", note_run)
+        patch.setattr(aquagail, "evaluate", evaluate_and_ask)
         aquagail.train(Args(**TINY, candidates_from=str(finished)))
     (run,) = (tmp_path / "runs").iterdir()
     assert stopped.value.code == 128 + signal.SIGTERM and f"--resume runs/{run.name}" in capsys.readouterr().err
     steps = (run / "replay.f32").stat().st_size // (4 * (2 * 4 + 2 + 3))
-    assert TINY["buffer_size"] < steps == 567 and steps % aquagail.UPDATE_BLOCK
+    assert TINY["buffer_size"] < steps == 567 and steps % aquagail.STEPS_PER_CALL
+    interrupted[0].lock.close()  # as the end of its process would have done
     with (run / "replay.f32").open("ab") as file:
         file.write(b"half a row")  # what a kill in the middle of a checkpoint leaves
     run_script(monkeypatch, "--resume", str(run), "--quiet")

@@ -87,11 +87,11 @@ def test_play_is_recorded_where_there_is_none(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(aquaplay.subprocess, "run", run)
     args, env = Args(quiet=True), aquaplay.make_desk("stack", "fixed")
-    demos = aquaplay.load_play(args, env)
-    assert args.dataset_id == aquaplay.PLAY and demos.actions.shape == (20, 5)
+    demos, dataset_id = aquaplay.find_play(args, env)
+    assert dataset_id == aquaplay.PLAY and demos.actions.shape == (20, 5)
     assert f"there is no play yet: recording {aquaplay.PLAY}" in capsys.readouterr().err
     assert commands == [[sys.executable, str(ROOT / "record.py"), "play", "--dataset-id", aquaplay.PLAY, "--quiet"]]
-    aquaplay.load_play(Args(quiet=True), env)
+    aquaplay.find_play(Args(quiet=True), env)
     assert len(commands) == 1  # once
 
 
@@ -99,7 +99,7 @@ def test_a_recorder_that_fails_ends_the_training(tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     monkeypatch.setattr(aquaplay.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 2))
     with pytest.raises(SystemExit) as stopped:
-        aquaplay.load_play(Args(quiet=True), aquaplay.make_desk("stack", "fixed"))
+        aquaplay.find_play(Args(quiet=True), aquaplay.make_desk("stack", "fixed"))
     assert stopped.value.code == 2
 
 
@@ -117,15 +117,16 @@ def test_the_update_is_munchausen_dqn_on_the_replay_alone():
     args = Args(batch_size=4, n_step=1, target_update_period=3)
     network, optimizer = aquaplay.QNetwork(3), optax.sgd(0.1)
     rng = np.random.default_rng(0)
-    rows = aquaplay.pack_rows(
-        rng.normal(size=(20, 2)), rng.normal(size=(20, 2)), rng.integers(3, size=20), rng.random(20), *np.zeros((2, 20))
+    observations, next_observations = rng.normal(size=(2, 20, 2))
+    steps = aquaplay.Transition(
+        observations, next_observations, rng.integers(3, size=20), rng.random(20), *np.zeros((2, 20))
     )
-    replay = aquaplay.Replay(jnp.asarray(rows), jnp.asarray(20))
+    replay = aquaplay.store(aquaplay.make_replay(20, 2), aquaplay.typed(steps))
     params = network.init(jax.random.PRNGKey(0), jnp.zeros(2))
     key = jax.random.PRNGKey(1)
     copies = [jax.tree.map(jnp.copy, params) for _ in range(3)]
     state = aquaplay.AgentState(*copies, optimizer.init(params), jnp.zeros((), jnp.int32), jnp.copy(key))
-    ours, _ = aquaplay.make_munchausen_update(network, optimizer, args)(state, replay)
+    ours, _ = aquaplay.make_update(network, optimizer, args)(state, replay)
 
     @jax.jit
     def reference(params, target_params, batch_key):
@@ -143,7 +144,7 @@ def test_the_update_is_munchausen_dqn_on_the_replay_alone():
         return jax.tree.map(lambda value, slope: value - 0.1 * slope, params, jax.grad(loss)(params))
 
     target_params = params
-    for update in range(aquaplay.UPDATE_BLOCK):
+    for update in range(aquaplay.STEPS_PER_CALL):
         key, batch_key = jax.random.split(key)
         params = reference(params, target_params, batch_key)
         target_params = params if (update + 1) % 3 == 0 else target_params
@@ -182,6 +183,11 @@ def test_candidates_are_shared_by_tasks_but_not_by_settings(finished, monkeypatc
     assert aquaplay.find_candidates(same) == f"runs/{run.name}"
     for change in ({"temperature": 0.1}, {"temperature_start": 2 * start}, {"seed": 2}, {"num_actions": 5}):
         assert aquaplay.find_candidates(aquaplay.fingerprint(Args(**{**settings, **change}), demos)) is None
+    loud = {**settings, "quiet": False}
+    assert aquaplay.shared_candidates(Args(**loud), demos) == f"runs/{run.name}"
+    assert f"reusing runs/{run.name}" in capsys.readouterr().out
+    assert aquaplay.shared_candidates(Args(**loud, candidates_from="asked_for"), demos) == "asked_for"
+    assert aquaplay.shared_candidates(Args(**loud, resume="a_run"), demos) is None
     other_play = demos._replace(actions=demos.actions * 0.5)
     assert aquaplay.find_candidates(aquaplay.fingerprint(Args(**settings), other_play)) is None
 
@@ -208,13 +214,19 @@ def test_candidates_are_reported_over_all_of_the_play(lengths, every, pictured, 
     play = aquaplay.Demonstrations(observations, actions, zeros, observations, ends, ends)
     log, drawn = MagicMock(), []
     monkeypatch.setattr(aquaplay, "candidate_picture", lambda *a: drawn.append(a[2]) or np.zeros((8, 8, 3), np.uint8))
-    args = Args(num_actions=4, candidate_steps=0, quiet=True)
-    network, params = aquaplay.make_candidates(args, tmp_path, play, robodesk_env.Desk().action_space, log, [])
+    args = Args(num_actions=4, held_out_episodes=1, quiet=True)
+    network = aquaplay.make_candidate_network(args, 5)
+    params = network.init(jax.random.PRNGKey(0), observations[:1])
+    box = robodesk_env.Desk().action_space
+    aquaplay.report_candidates(args, tmp_path, network, params, play, box, log)
 
     indices = log.add_histogram.call_args.args[1]
     distances = np.linalg.norm(network.apply(params, observations) - actions[:, None], axis=-1)
     assert_array_equal(indices, np.argmin(distances, axis=1)[::every])
     assert drawn[0][-1] == pictured - 1
+    scalars = {call.args[0]: call.args[1] for call in log.add_scalar.call_args_list}
+    unseen = np.min(distances, axis=1)[::every][-(-lengths[0] // every) :]  # of the second episode
+    assert_allclose(scalars["candidates/held_out_distance"], unseen.mean(), rtol=1e-5)
 
 
 def test_evaluate_repeats_the_last_evaluation(finished, monkeypatch, capsys):

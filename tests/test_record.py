@@ -62,7 +62,7 @@ def sac_run(datasets, tmp_path_factory) -> Path:
     schedule = dict(total_timesteps=1500, eval_every=750, learning_starts=16, eval_episodes=3, quiet=True)
     folder = tmp_path_factory.mktemp("sac")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sac, "catch_signals", list)
+        patch.setattr(sac.Run, "catch_signals", lambda self: None)
         sac.train(sac.SACArgs(env_id=ENV_ID, **settings, **schedule))
     (run,) = (folder / "runs").iterdir()
     return run
@@ -149,7 +149,8 @@ def test_the_replay_and_rollouts_of_sac(sac_run, recorder, capsys):
     recorder(str(sac_run), "--dataset-id", "tiny/reach/sac-v3", "--steps", "50")
     run = sac_run
     first = (run / "evaluations.csv").read_text().splitlines()[1].split(",")
-    env, row_size = sac.make_env(ENV_ID, "env"), 2 * OBS + DIM + 3
+    env = sac.make_env(sac.SACArgs(env_id=ENV_ID, reward="env"))
+    row_size = 2 * OBS + DIM + 3
     rows = np.fromfile(run / "replay.f32", np.float32).reshape(-1, row_size)
     replay = minari.load_dataset("tiny/reach/sac-replay-v3")
     assert replay.total_steps == len(rows) == 1500
@@ -158,7 +159,7 @@ def test_the_replay_and_rollouts_of_sac(sac_run, recorder, capsys):
     ends[-1] = 1.0  # the last episode was running
     assert_array_equal(demos_ends, ends)
     fields = demos.observations, demos.next_observations, demos.actions, demos.rewards, demos.terminations
-    for ours, theirs in zip(fields, sac.unpack_transitions(rows, OBS)):
+    for ours, theirs in zip(fields, sac.unpack(rows, sac.make_replay(1, OBS, DIM).transitions)):
         assert_array_equal(ours, theirs)
 
     rollouts = minari.load_dataset("tiny/reach/sac-v3")
@@ -181,22 +182,23 @@ def test_episodes_know_how_they_ended_and_success():
     rows[:, 0], rows[:, 1] = np.arange(7), np.arange(7) + 1
     rows[2, -2:], rows[4, -1] = 1, 1  # a termination, a truncation, and an episode that was still running
     rows[1, -3] = 1
-    first, second, third = record.episode_buffers(rows, 1, sparse=True)
+    first, second, third = record.episode_buffers(rows, 1, 1, sparse=True)
     assert [list(b.observations[:, 0]) for b in (first, second, third)] == [[0, 1, 2, 3], [3, 4, 5], [5, 6, 7]]
     assert list(first.terminations) == [False, False, True] and not any(first.truncations)
     for buffer in (second, third):
         assert not any(buffer.terminations) and list(buffer.truncations) == [False, True]
     assert list(first.infos["success"]) == [False, False, True, False]  # the reset's, then one for every step
-    assert record.episode_buffers(rows, 1, sparse=False)[0].infos is None
+    assert record.episode_buffers(rows, 1, 1, sparse=False)[0].infos is None
 
 
 def test_datasets_carry_the_reference_scores(datasets, recorder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Path("run")
     run.mkdir()
-    args, env = sac.SACArgs(env_id="Hopper-v5", reward="env"), sac.make_env("Hopper-v5", "env")
+    args = sac.SACArgs(env_id="Hopper-v5", reward="env")
+    params = sac.Actor(3).init(jax.random.PRNGKey(0), np.zeros((1, 11)))
     (run / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
-    sac.save_arrays(run / "agent.npz", sac.initial_state(args, env, jax.random.PRNGKey(0)).params.actor, step=2)
+    sac.save_arrays(run / "agent.npz", params, step=2)
     sac.append_rows(run / "replay.f32", list(np.ones((3, 2 * 11 + 3 + 3), np.float32)))
     recorder("run", "--dataset-id", "tiny/hopper/medium-v0", "--steps", "4", "--quiet")
     for name, steps in (("tiny/hopper/medium-replay-v0", 2), ("tiny/hopper/medium-v0", 4)):

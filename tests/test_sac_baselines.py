@@ -14,6 +14,7 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -49,7 +50,7 @@ def tiny(datasets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr(sac, "SINKHORN_POINTS", 50)
     monkeypatch.setattr(sac, "HUMAN_REPETITIONS", 5)
     monkeypatch.setattr(sac, "HIDDEN_UNITS", (32,))
-    monkeypatch.setattr(sac, "catch_signals", list)
+    monkeypatch.setattr(sac.Run, "catch_signals", lambda self: None)
     return tmp_path
 
 
@@ -129,35 +130,34 @@ def test_twin_critic_is_two_independent_networks():
 # ----------------------------------------------------------------------------------------------------- replay
 
 
-def numbered_replay(steps: int, capacity: int, seed: int = 0) -> tuple[sac.ContinuousReplay, np.ndarray]:
-    """Step t has observation t and next observation t + 0.5; the ring keeps the last of all these rows."""
+def numbered_replay(steps: int, capacity: int, seed: int = 0) -> tuple[sac.Replay, sac.Transition]:
+    """Step t has observation t and next observation t + 0.5; the ring keeps the last of all these steps."""
     rng = np.random.default_rng(seed)
     ends = rng.uniform(size=steps) < 0.15
     terminations = ends & (rng.uniform(size=steps) < 0.5)
     t = np.arange(steps, dtype=np.float32)[:, None]
-    rows = sac.pack_transitions(t, t + 0.5, rng.normal(size=(steps, 1)), rng.normal(size=steps), terminations, ends)
-    replay, store = sac.ContinuousReplay(np.zeros((capacity, rows.shape[1])), 0), jax.jit(sac.store_transitions)
-    for block in np.split(rows, steps // 4):
-        replay = store(replay, block)
-    return replay, rows
+    steps_taken = sac.Transition(t, t + 0.5, rng.normal(size=(steps, 1)), rng.normal(size=steps), terminations, ends)
+    steps_taken = jax.tree.map(lambda array: np.asarray(array, np.float32), steps_taken)
+    replay, store = sac.make_replay(capacity, 1, 1), jax.jit(sac.store)
+    for first in range(0, steps, 4):
+        replay = store(replay, jax.tree.map(lambda array: array[first : first + 4], steps_taken))  # noqa: B023
+    return replay, steps_taken
 
 
 @pytest.mark.parametrize("steps, capacity, n_step", [(40, 64, 3), (200, 64, 5), (200, 64, 1)])
 def test_n_step_targets_against_brute_force(steps, capacity, n_step):
-    replay, rows = numbered_replay(steps, capacity)
-    batch = jax.jit(lambda key: sac.n_step_batch(sac.sample_windows(replay, key, 500, n_step, 1), 0.9))(
-        jax.random.key(1)
-    )
+    replay, stored = numbered_replay(steps, capacity)
+    batch = jax.jit(lambda key: sac.n_step_batch(sac.sample(replay, key, 500, n_step), 0.9))(jax.random.key(1))
     seen = set()
     for observation, action, value, bootstrap, discount in zip(*map(np.asarray, batch)):
         t = last = int(observation[0])
-        expected = rows[t, 3]
-        while last + 1 < min(t + n_step, steps) and not rows[last, -1]:
+        expected = stored.reward[t]
+        while last + 1 < min(t + n_step, steps) and not stored.ended[last]:
             last += 1
-            expected += 0.9 ** (last - t) * rows[last, 3]
+            expected += 0.9 ** (last - t) * stored.reward[last]
         assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
-        assert action[0] == rows[t, 2] and bootstrap[0] == last + 0.5
-        assert_allclose(discount, 0 if rows[last, -2] else 0.9 ** (last - t + 1), rtol=1e-5)
+        assert action[0] == stored.action[t, 0] and bootstrap[0] == last + 0.5
+        assert_allclose(discount, 0 if stored.terminated[last] else 0.9 ** (last - t + 1), rtol=1e-5)
         seen.add(t)
     assert seen == set(range(max(0, steps - capacity), steps))
 
@@ -165,30 +165,31 @@ def test_n_step_targets_against_brute_force(steps, capacity, n_step):
 @pytest.mark.parametrize("ratio, share", [(0.0, 0.0), (0.25, 0.25), (1.0, 1.0)])
 def test_demonstrations_enter_a_batch_at_their_ratio(ratio, share):
     (ours, _), (theirs, _) = numbered_replay(40, 64), numbered_replay(40, 64, seed=1)
-    rows = np.array(theirs.rows)
-    rows[:, 2] = 99.0  # the action tells where a transition is from
-    theirs = theirs._replace(rows=rows)
-    sample = jax.jit(lambda replay: sac.sample_windows(replay, jax.random.key(0), 4000, 2, 1))
+    marked = jnp.full_like(theirs.transitions.action, 99.0)  # the action tells where a transition is from
+    theirs = theirs._replace(transitions=theirs.transitions._replace(action=marked))
+    sample = jax.jit(lambda replay: sac.sample(replay, jax.random.key(0), 4000, 2))
     windows = [sample(replay) for replay in (ours, theirs)]
     mixed = jax.jit(lambda *pair: sac.mix_windows(*pair, jax.random.key(2), ratio))(*windows)
-    from_demos = np.asarray(mixed.actions[:, :, 0] == 99.0)
+    from_demos = np.asarray(mixed.action[:, :, 0] == 99.0)
     assert abs(from_demos[:, 0].mean() - share) < (0.03 if 0 < ratio < 1 else 1e-9)
     assert_array_equal(from_demos[:, 0], from_demos[:, 1])  # a window is of one kind
-    for field in ("rewards", "observations", "ends"):
+    for field in ("reward", "observation", "ended"):
         chosen = np.where(from_demos[:, 0], *(np.asarray(getattr(w, field))[:, 0].T for w in reversed(windows)))
         assert_array_equal(np.asarray(getattr(mixed, field))[:, 0].T, chosen)
 
 
 @pytest.mark.parametrize("lowest", [0.01, 0.1, None])
 def test_demonstrations_have_a_minimum_reward(datasets, lowest):
-    env = sac.make_env(ENV_ID, None)
+    env = sac.make_env(sac.SACArgs(env_id=ENV_ID, reward="sparse"))
     args = sac.SACfDArgs(env_id=ENV_ID, reward="sparse", dataset_id=DATASET_ID, min_demo_reward=lowest)
-    demos, replay, warning = sac.load_demo_replay(args, env)
-    rewards, success = np.asarray(replay.rows)[:, -3], demos.rewards == 1
-    assert warning is None and 0 < success.sum() < len(success)
+    demos, dataset_id, warning = sac.find_demonstrations(args, env)
+    replay = sac.make_demo_replay(args, demos)
+    rewards, success = np.asarray(replay.transitions.reward), demos.rewards == 1
+    assert dataset_id == DATASET_ID and warning is None and 0 < success.sum() < len(success)
     assert_allclose(rewards[~success], lowest or 0.0)
     assert_allclose(rewards[success], 1.0)
-    assert_array_equal(np.asarray(replay.rows)[:, 2 * OBS : 2 * OBS + DIM], demos.actions)
+    assert_array_equal(replay.transitions.action, demos.actions)
+    assert {array.dtype for array in replay.transitions} == {jnp.dtype("float32")}
 
 
 # ---------------------------------------------------------------------------------------------------- updates
@@ -199,11 +200,22 @@ def small_args(kind: type = sac.SACArgs, **changes) -> sac.Args:
     return dataclasses.replace(args, **changes)
 
 
-def random_replay(seed: int, count: int = 64) -> sac.ContinuousReplay:
+def random_replay(seed: int, count: int = 64) -> sac.Replay:
     rng = np.random.default_rng(seed)
-    rows = rng.uniform(-1, 1, (count, 2 * OBS + DIM + 3)).astype(np.float32)
-    rows[:, -2:] = (rng.uniform(size=(count, 1)) < 0.1) * [0, 1]
-    return sac.ContinuousReplay(jnp.asarray(rows), jnp.asarray(count))
+    states = rng.uniform(-1, 1, (2, count, OBS))
+    steps = sac.Transition(
+        *states,
+        rng.uniform(-1, 1, (count, DIM)),
+        rng.uniform(-1, 1, count),
+        np.zeros(count),
+        rng.uniform(size=count) < 0.1,
+    )
+    return sac.Replay(jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), steps), jnp.asarray(count))
+
+
+def make_agent(args: sac.Args, key: jax.Array) -> sac.SACState:
+    agent, _ = sac.init_agent(sac.Actor(DIM), sac.TwinCritic(), optax.adam(args.learning_rate), key, args, OBS)
+    return agent
 
 
 def reference() -> sac.Reference:
@@ -212,39 +224,39 @@ def reference() -> sac.Reference:
 
 def test_one_gradient_is_that_of_the_three_losses_apart(tiny):
     """Critics, actor and temperature are trained side by side: against the losses one by one."""
-    args, env = small_args(reward_scale=0.3), sac.make_env(ENV_ID, "env")
+    args, env = small_args(reward_scale=0.3), sac.make_env(sac.SACArgs(env_id=ENV_ID, reward="env"))
     actor, critic = sac.Actor(DIM), sac.TwinCritic()
-    loss_fn = sac.make_sac_loss(args, actor, critic, env.action_space)
+    loss_fn = sac.make_loss(actor, critic, env.action_space, args)
 
     @jax.jit
     def both(key):
-        params, target, *_ = sac.initial_state(args, env, key)
+        params, target, *_ = make_agent(args, key)
         params = params._replace(log_temperature=jnp.log(0.2))
         target = jax.tree.map(lambda x: x + 0.01, target)
-        batch = sac.n_step_batch(sac.sample_windows(random_replay(0), key, 8, 2, OBS), 0.99)
+        batch = sac.n_step_batch(sac.sample(random_replay(0), key, 8, 2), 0.99)
         noise = jax.random.normal(key, (2, 8, DIM))
         next_actions, next_log_prob = sac.squash(*actor.apply(params.actor, batch.next_observations), noise[0])
         q_next = critic.apply(target, batch.next_observations, next_actions)
         y = 0.3 * batch.returns + batch.discounts * (jnp.minimum(q_next[0], q_next[1]) - 0.2 * next_log_prob)
 
-        def critic_loss(critic_params):
+        def loss_of_critics(critic_params):
             one, two = critic.apply(critic_params, batch.observations, batch.actions)
             return jnp.mean((one - y) ** 2) + jnp.mean((two - y) ** 2)
 
-        def actor_loss(actor_params):
+        def loss_of_actor(actor_params):
             actions, log_prob = sac.squash(*actor.apply(actor_params, batch.observations), noise[1])
             one, two = critic.apply(params.critic, batch.observations, actions)
             return jnp.mean(0.2 * log_prob - jnp.minimum(one, two))
 
-        apart = jax.grad(critic_loss)(params.critic), jax.grad(actor_loss)(params.actor)
-        return jax.grad(loss_fn, has_aux=True)(params, target, batch, noise), apart, critic_loss(params.critic)
+        apart = jax.grad(loss_of_critics)(params.critic), jax.grad(loss_of_actor)(params.actor)
+        return jax.grad(loss_fn, has_aux=True)(params, target, batch, noise), apart, loss_of_critics(params.critic)
 
     (grads, metrics), apart, critic_loss = both(jax.random.key(0))
     for ours, theirs in zip(jax.tree.leaves((grads.critic, grads.actor)), jax.tree.leaves(apart), strict=True):
         assert np.abs(theirs).max() > 0
         assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)
-    assert_allclose(grads.log_temperature, metrics["entropy"] + DIM, rtol=1e-4)
-    assert_allclose(metrics["critic_loss"], critic_loss, rtol=1e-5)
+    assert_allclose(grads.log_temperature, metrics["losses/entropy"] + DIM, rtol=1e-4)
+    assert_allclose(metrics["losses/critic_loss"], critic_loss, rtol=1e-5)
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
@@ -258,16 +270,17 @@ def test_discriminator_rewards_have_their_closed_forms(balance):
 def test_updates_of_gail(tiny):
     """It learns from the discriminator and not from the environment's reward; targets and temperature move as told."""
     values = {"discriminator_units": 8, "discriminator_learning_rate": 1e-3, "tau": 0.25, "learning_rate": 1e-4}
-    args, env = small_args(sac.GAILArgs, **values), sac.make_env(ENV_ID, "env")
-    learn = sac.make_sac_update(args, env, reference())
-    start, results = jax.tree.map(np.asarray, sac.initial_state(args, env, jax.random.PRNGKey(0))), []
+    args, env = small_args(sac.GAILArgs, **values), sac.make_env(sac.SACArgs(env_id=ENV_ID, reward="env"))
+    loss_fn = sac.make_loss(sac.Actor(DIM), sac.TwinCritic(), env.action_space, args)
+    update = sac.make_update(loss_fn, optax.adam(args.learning_rate), reference(), args)
+    start, results = jax.tree.map(np.asarray, make_agent(args, jax.random.PRNGKey(0))), []
     start = start._replace(target_critic=jax.tree.map(lambda x: x + 1.0, start.params.critic))
     for factor in (1.0, 100.0):
-        factors = np.where(np.arange(2 * OBS + DIM + 3) == 2 * OBS + DIM, factor, 1.0).astype(np.float32)
-        scaled = [data._replace(rows=data.rows * factors) for data in (random_replay(0), random_replay(1))]
+        steps = [data.transitions for data in (random_replay(0), random_replay(1))]
+        scaled = [sac.Replay(s._replace(reward=factor * s.reward), jnp.asarray(len(s.reward))) for s in steps]
         state = jax.tree.map(jnp.asarray, start)
         for _ in range(8):
-            state, metrics = learn(state, *scaled)
+            state, metrics = update(state, *scaled)
         results.append((state, metrics))
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         assert_array_equal(one, other)
@@ -281,7 +294,7 @@ def test_updates_of_gail(tiny):
         assert 0 < np.abs(critic - old).max() < 1e-3  # so that 8 updates close the gap of 1 to 0.75^8
         assert_allclose(target - critic, 0.75**8, atol=3e-3)
     # Steps of Adam that agree have the length of the learning rate.
-    assert_allclose(after.params.log_temperature, -8e-4 * np.sign(metrics["entropy"] + DIM), rtol=0.1)
+    assert_allclose(after.params.log_temperature, -8e-4 * np.sign(metrics["losses/entropy"] + DIM), rtol=0.1)
 
 
 # --------------------------------------------------------------------------------------------------- whole runs
@@ -297,18 +310,17 @@ def test_interrupted_run_continues_bit_for_bit(method, tiny, monkeypatch, capsys
     schedule = ["--total-timesteps", "130", "--eval-every", "50", "--checkpoint-every", "60", "--buffer-size", "48"]
     run_script([*METHODS[method], *TINY, *schedule], monkeypatch)
     whole = only_run().rename(tiny / "whole")
-    writer = "write_scores" if method == "gail" else "write_evaluation"
-    write = getattr(sac, writer)
+    write = sac.write_rows_until
 
     def killed_at_100(path, step, *rest):
         write(path, step, *rest)
         if step == 100:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sac, writer, killed_at_100)
+    monkeypatch.setattr(sac, "write_rows_until", killed_at_100)
     with pytest.raises(SystemExit):
         run_script([*METHODS[method], *TINY, *schedule], monkeypatch)
-    monkeypatch.setattr(sac, writer, write)
+    monkeypatch.setattr(sac, "write_rows_until", write)
     run = only_run()
     assert 16 < json.loads(saved_arrays(run / "state.npz")["meta"].tobytes())["step"] < 100
     run_script(["--resume", str(run)], monkeypatch)

@@ -30,7 +30,7 @@ class Options:
 
 def describe(run: Path) -> dict[str, str | float]:
     args = aquadqn.load_args(run)
-    env = aquadqn.make_env(args.env_id, args.reward)
+    env = aquadqn.make_env(args)
     demos = aquadqn.load_demonstrations(args.dataset_id, env, args.reward == "sparse", args.num_demos)
     network = aquadqn.make_candidate_network(args, demos.actions.shape[1])
     params = aquadqn.load_candidates(run, network, demos.observations.shape[1])

@@ -6,6 +6,7 @@ Goes through the demonstrations that reach the goal, says from which of their in
 and draws the first of those.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ def write_gif(path: Path, human: list[np.ndarray], agent: list[np.ndarray]) -> N
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     args = aquadqn.load_args(options.run)
-    dataset, env = minari.load_dataset(args.dataset_id), aquadqn.make_env(args.env_id, "env", render=True)
+    dataset = minari.load_dataset(args.dataset_id)
+    env = aquadqn.make_env(dataclasses.replace(args, reward="env"), render=True)
     policy, key, written = load_policy(options.run, env), jax.random.PRNGKey(0), False
     for episode in dataset.iterate_episodes():
         if not np.any(episode.infos["success"]):
