@@ -1,16 +1,18 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "gymnasium==1.4.0", "gymnasium-robotics==1.4.2", "mujoco==3.17.0",
-#   "minari[hdf5,hf]==0.5.4", "tyro", "tensorboard", "tensorboardX", "tqdm", "matplotlib", "imageio", "imageio-ffmpeg",
+#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "gymnasium==1.4.0", "gymnasium-robotics==1.4.2",
+#   "mujoco==3.17.0", "minari[hdf5,hf]==0.5.4", "tyro", "tensorboard", "tensorboardX", "tqdm",
+#   "matplotlib", "imageio", "imageio-ffmpeg",
 #   "ott-jax==0.6.0",
 # ]
 # ///
 """AQuaGAIL: imitation learning without any reward (section 4.2 of the AQuaDem paper).
 
-Learn K candidate actions per state from demonstrations (equation 1), which turns the continuous problem into a
-discrete one, then train Munchausen DQN on it, whose reward is how well it confuses a discriminator between the
-demonstrations and its own experience. The environment's reward is only reported, never stored or learned from.
+Learn K candidate actions per state from demonstrations (equation 1), which turns the continuous
+problem into a discrete one, then train Munchausen DQN on it, whose reward is how well it confuses a
+discriminator between the demonstrations and its own experience. The environment's reward is only
+reported, never stored or learned from.
 
     python aquagail.py --env-id AdroitHandDoor-v1
     python aquagail.py --resume runs/AdroitHandDoor-v1__aquagail__1__1700000000
@@ -24,6 +26,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import math
@@ -32,7 +35,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -51,63 +53,70 @@ from tqdm import tqdm
 
 STEPS_PER_CALL = 8  # environment steps, and then as many updates in one call: one update per step
 CANDIDATE_STEPS_PER_CALL = 500
-START_TEMPERATURE = 0.25  # of the demonstrated actions' variance, unless --temperature-start is given
-EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED + i; --seed stays below it
+START_TEMPERATURE = 0.25  # default of --temperature-start, in variances of the demonstrated actions
+EVALUATION_SEED = 2**31  # evaluation episode i starts from this + i; --seed stays below it
+Optimizer = optax.GradientTransformation
 
 
 @dataclasses.dataclass
 class Args:
-    env_id: str = "AdroitHandDoor-v1"  # any Gymnasium id with Box actions; `module:Env-v0` imports the module
-    env_kwargs: str = "{}"  # arguments of the environment as JSON, such as '{"env_name": "drawer-open-v3"}'
-    max_episode_steps: int | None = None  # time limit of an episode; default: the environment's own
-    dataset_id: str | None = None  # any Minari id, local or else downloaded; default for Adroit: D4RL/<task>/human-v2
+    env_id: str = "AdroitHandDoor-v1"  # any Gymnasium id with Box actions; `module:Env-v0` imports
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON
+    max_episode_steps: int | None = None  # time limit; default: the environment's own
+    dataset_id: str | None = None  # any Minari id; default for Adroit: D4RL/<task>/human-v2
     num_demos: int | None = None  # use only the first N episodes of the dataset; default: all
-    reward: Literal["sparse", "env"] | None = None  # only what is reported as the return, never what is learned from
+    reward: Literal["sparse", "env"] | None = None  # only reported, never learned from
     seed: int = 1  # equal seeds give bit-identical runs on a CPU with as many threads
     total_timesteps: int = 1_000_000  # environment steps
     eval_every: int = 50_000  # environment steps between evaluations
-    eval_episodes: int = 30  # episodes of an evaluation, greedy, always from the same initial states
-    exp_name: str = "aquagail"  # part of the folder's name: runs/{env_id}__{exp_name}__{seed}__{unix time}
+    eval_episodes: int = 30  # of an evaluation, greedy, always from the same initial states
+    exp_name: str = "aquagail"  # in the folder's name: runs/{env_id}__{exp_name}__{seed}__{time}
 
-    candidates: Literal["learned", "kmeans", "random"] = "learned"  # kmeans, random: the ablations of appendix D
+    candidates: Literal["learned", "kmeans", "random"] = "learned"  # the others: appendix D
     num_actions: int = 10  # K, candidate actions per state
     temperature: float = 0.001  # T of the soft minimum
-    temperature_start: float | None = None  # T at first; default: a quarter of the actions' variance (paper: = T)
+    temperature_start: float | None = None  # T at first; default: variance / 4 (paper: = T)
     candidate_steps: int = 50_000  # gradient steps of the candidate network
-    held_out_episodes: int = 0  # the candidates never see the last N demonstrations: are they near those, too?
+    held_out_episodes: int = 0  # demonstrations, the last N, that the candidates never see
     candidate_learning_rate: float = 3e-4  # Adam's, for the candidate network
     input_dropout: float = 0.0  # on the observation while training the candidates
     hidden_dropout: float = 0.0  # after every hidden layer while training the candidates
-    candidates_from: str | None = None  # run folder whose trained candidates are used instead of training them
+    candidates_from: str | None = None  # run folder whose candidates are used instead of training
 
-    discriminator_input: Literal["state-action", "state", "state-next-state"] = "state"  # the paper does not say which
+    # what the discriminator sees of a step (the paper does not say)
+    discriminator_input: Literal["state-action", "state", "state-next-state"] = "state"
     discriminator_layers: int = 1  # hidden layers of the discriminator
     discriminator_units: int = 64  # units of each of them
     discriminator_learning_rate: float = 1e-6  # Adam's, for the discriminator
-    discriminator_regularization: Literal["none", "dropout", "weight-decay"] = "dropout"  # so that it is not too good
-    discriminator_input_dropout: float = 0.5  # on its input, if that is the regularization
-    discriminator_hidden_dropout: float = 0.5  # after each of its hidden layers, if that is the regularization
-    discriminator_weight_decay: float = 10.0  # AdamW's, if that is the regularization (the paper's choice for GAIL)
-    normalize_observations: bool = True  # for the discriminator, by the demonstrations' mean and standard deviation
-    reward_balance: float = 0.5  # 0: -log p; 1: log(1 - p); between: their weighted mean; p: probability of "agent"
+    # what keeps the discriminator from being too good
+    discriminator_regularization: Literal["none", "dropout", "weight-decay"] = "dropout"
+    discriminator_input_dropout: float = 0.5  # if the regularization is dropout
+    discriminator_hidden_dropout: float = 0.5  # after each hidden layer, likewise
+    discriminator_weight_decay: float = 10.0  # AdamW's, if the regularization is weight-decay
+    normalize_observations: bool = True  # for the discriminator, by mean and deviation of the demos
+    reward_balance: float = 0.5  # 0: -log p, 1: log(1 - p), between: their mean; p: P("agent")
 
-    batch_size: int = 256  # of the candidate and the Q-network, and of either half of the discriminator's
+    batch_size: int = 256  # of all networks, and of either half of the discriminator's
     learning_rate: float = 3e-5  # Adam's, for the Q-network
-    gamma: float = 0.99  # discount (the authors' code)
+    gamma: float = 0.99  # discount, as in the authors' code
     n_step: int = 1  # length of the multi-step return
     epsilon: float = 0.01  # probability of a uniformly random candidate while training
     buffer_size: int = 1_000_000  # transitions kept in the replay buffer
-    learning_starts: int = 1_000  # environment steps before the first update (the authors' code)
-    ema_decay: float = 0.999  # per update, of the averaged Q-network that is evaluated; 0: none, as in the paper
-    target_update_period: int = 100  # updates between copies into the target network (the authors' code)
+    learning_starts: int = (
+        1_000  # environment steps before the first update, as in the authors' code
+    )
+    ema_decay: float = 0.999  # per update, of the averaged Q-network in evaluations (paper: 0)
+    target_update_period: int = (
+        100  # updates between copies into the target network (authors' code)
+    )
     munchausen_tau: float = 0.03  # entropy temperature of Munchausen DQN
     munchausen_alpha: float = 0.9  # weight of the log-policy in the reward of Munchausen DQN
-    munchausen_clip: float = -1e3  # lower bound of that log-policy term (the authors' code)
+    munchausen_clip: float = -1e3  # lower bound of that log-policy term, as in the authors' code
 
-    checkpoint_every: int = 10_000  # environment steps between checkpoints, each at the end of an episode
+    checkpoint_every: int = 10_000  # environment steps between checkpoints, at ends of episodes
     resume: str | None = None  # run folder to continue, with its own arguments
     evaluate: str | None = None  # run folder to evaluate instead of training
-    capture_video: bool = False  # of evaluation episodes, and of the candidates along a demonstration
+    capture_video: bool = False  # of evaluation episodes
     track: bool = False  # log to Weights & Biases too (if it is installed)
     quiet: bool = False  # no progress bars, only warnings and errors
 
@@ -116,7 +125,7 @@ class Args:
 
 
 class CandidateNetwork(nn.Module):
-    """Psi of equation 1: (..., obs) -> (..., K, action_dim). A shared torso, then one small MLP per candidate."""
+    """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate."""
 
     num_actions: int
     action_dim: int
@@ -130,29 +139,17 @@ class CandidateNetwork(nn.Module):
         batch_dims = tuple(range(observations.ndim - 1))
 
         def dropout(rate: float, x: jax.Array) -> jax.Array:
-            # One mask for the whole batch, as in the authors' code: same expected loss, hardly any random numbers.
+            # One mask for the whole batch, as in the authors' code.
             return nn.Dropout(rate, broadcast_dims=batch_dims, deterministic=not train)(x)
 
         x = dropout(self.input_dropout, observations)
         for width in self.torso:
             x = nn.relu(dense(width, nn.initializers.xavier_uniform())(x))
             x = dropout(self.hidden_dropout, x)
-        for layer, width in enumerate([*self.head, self.action_dim]):
-            # The first layer of all heads reads the same x, so it is one plain matmul; the others are batched over k.
-            first, fan_in, heads = layer == 0, x.shape[-1], self.num_actions
-            xavier = nn.initializers.variance_scaling(
-                1.0, "fan_avg", "uniform", in_axis=0 if first else 1, out_axis=2, batch_axis=1 if first else 0
-            )
-            shape = (fan_in, heads, width) if first else (heads, fan_in, width)
-            kernel = self.param(f"head_{layer}_kernel", xavier, shape)
-            bias = self.param(f"head_{layer}_bias", nn.initializers.zeros, (heads, width))
-            if first:
-                x = product(x, kernel.reshape(fan_in, -1)).reshape(*x.shape[:-1], heads, width) + bias
-            else:
-                x = jnp.einsum("...ki,kio->...ko", x, kernel) + bias
-            if layer < len(self.head):
-                x = dropout(self.hidden_dropout, nn.relu(x))
-        return x
+        for layer, width in enumerate(self.head):
+            x = nn.relu(dense_per_head(self, layer, width, x))  # (..., K, width)
+            x = dropout(self.hidden_dropout, x)
+        return dense_per_head(self, len(self.head), self.action_dim, x)
 
 
 class QNetwork(nn.Module):
@@ -162,68 +159,29 @@ class QNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, observations: jax.Array) -> jax.Array:
-        init = nn.initializers.variance_scaling(1 / 3, "fan_out", "uniform")
+        init = nn.initializers.variance_scaling(1 / 3, "fan_out", "uniform")  # Acme's
         x = nn.tanh(nn.LayerNorm()(dense(512, init)(observations)))
         x = elu(dense(512, init)(x))
         x = elu(dense(256, init)(x))
         return dense(self.num_actions, init)(x)
 
 
-class Discriminator(nn.Module):
-    """(..., features) -> (...): the logit of "this is the expert", so that P(agent) = sigmoid(-logit)."""
-
-    num_layers: int
-    num_units: int
-    input_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-
-    @nn.compact
-    def __call__(self, features: jax.Array, train: bool = False) -> jax.Array:
-        x = nn.Dropout(self.input_dropout, deterministic=not train)(features)
-        for _ in range(self.num_layers):
-            x = nn.relu(nn.Dense(self.num_units)(x))
-            x = nn.Dropout(self.hidden_dropout, deterministic=not train)(x)
-        return nn.Dense(1)(x)[..., 0]
-
-
 # ----------------------------------------------------------------------------- losses and targets
 
 
 def soft_min_loss(candidates: jax.Array, actions: jax.Array, temperature: float) -> jax.Array:
-    """Equation 1 in the form f_T of appendix B. candidates (B, K, D), actions (B, D)."""
+    """Equation 1 as f_T of appendix B: between minimum (T -> 0) and mean of the squared distances.
+
+    candidates (B, K, D), actions (B, D).
+    """
     distances = jnp.sum((candidates - actions[:, None, :]) ** 2, axis=-1)  # (B, K)
     log_mean = jax.nn.logsumexp(-distances / temperature, axis=-1) - jnp.log(candidates.shape[1])
     return jnp.mean(-temperature * log_mean)
 
 
 def nearest_candidate(candidates: jax.Array, actions: jax.Array) -> jax.Array:
-    """Index of the candidate with the smallest Euclidean distance. (..., K, D), (..., D) -> (...)."""
+    """Index of the candidate at the smallest Euclidean distance. (..., K, D), (..., D) -> (...)."""
     return jnp.argmin(jnp.sum((candidates - actions[..., None, :]) ** 2, axis=-1), axis=-1)
-
-
-def discriminator_input(
-    kind: str, observations: jax.Array, actions: jax.Array, next_observations: jax.Array
-) -> jax.Array:
-    """What the discriminator compares, (..., features)."""
-    parts = {
-        "state-action": [observations, actions],
-        "state": [observations],
-        "state-next-state": [observations, next_observations],
-    }
-    return jnp.concatenate(parts[kind], axis=-1)
-
-
-def discriminator_loss(expert_logits: jax.Array, agent_logits: jax.Array) -> jax.Array:
-    """Binary cross-entropy, -log P(expert) for the expert and -log P(agent) for the agent. (B,), (B,) -> scalar."""
-    return 0.5 * (jnp.mean(nn.softplus(-expert_logits)) + jnp.mean(nn.softplus(agent_logits)))
-
-
-def discriminator_reward(logits: jax.Array, balance: float) -> jax.Array:
-    """(1 - balance) [-log p] + balance log(1 - p), p = P(agent) = sigmoid(-logit).
-
-    Balance 0 is never negative and so rewards staying alive, 1 is never positive, 0.5 is half the logit.
-    """
-    return (1 - balance) * nn.softplus(logits) - balance * nn.softplus(-logits)
 
 
 def munchausen_target(
@@ -231,27 +189,32 @@ def munchausen_target(
     q_target_next: jax.Array,  # (B, K) target network at the bootstrap state
     action: jax.Array,  # (B,)
     reward: jax.Array,  # (B,) n-step return
-    discount: jax.Array,  # (B,) gamma^n, 0 after a termination
+    discount: jax.Array,  # (B,) gamma^(steps in the return), 0 after a termination
     tau: float,
     alpha: float,
     clip: float,
 ) -> jax.Array:
-    """Munchausen DQN (Vieillard et al. 2020): r + alpha [tau log pi(a|s)] + discount * soft value of the next state."""
-    log_policy = jnp.take_along_axis(jax.nn.log_softmax(q_target_s / tau), action[:, None], axis=1)[:, 0]
+    """Munchausen DQN (Vieillard et al. 2020): r + alpha tau log pi(a|s) + discount * soft value."""
+    log_policy = q_of(jax.nn.log_softmax(q_target_s / tau), action)
     soft_value = tau * jax.nn.logsumexp(q_target_next / tau, axis=1)  # = sum_a pi (q - tau log pi)
     return reward + alpha * jnp.clip(tau * log_policy, clip, 0.0) + discount * soft_value
+
+
+def q_of(q: jax.Array, action: jax.Array) -> jax.Array:
+    """The column of each row's action. (B, K), (B,) -> (B,)."""
+    return jnp.take_along_axis(q, action[:, None], axis=1)[:, 0]
 
 
 def n_step_returns(
     rewards: jax.Array, terminations: jax.Array, ends: jax.Array, gamma: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Windows of n consecutive steps (..., n) -> return, offset of the last step used, discount of the bootstrap.
+    """Windows of n steps (..., n) -> return, offset of the last step used, bootstrap's discount.
 
-    A window stops at the first end of an episode. A termination does not bootstrap (discount 0); a truncation does,
-    from the observation after the last step used.
+    A window stops at the first end of an episode. A termination does not bootstrap (discount 0); a
+    truncation does, from the observation after the last step used.
     """
     n = rewards.shape[-1]
-    ended_before = jnp.cumsum(ends, axis=-1) - ends > 0
+    ended_before = (jnp.cumsum(ends, axis=-1) - ends) > 0
     used = 1.0 - ended_before
     returns = jnp.sum(rewards * used * gamma ** jnp.arange(n), axis=-1)
     last = jnp.sum(used, axis=-1).astype(jnp.int32) - 1
@@ -289,27 +252,29 @@ class Batch(NamedTuple):
 
 
 def make_replay(capacity: int, obs_dim: int, action_dim: int) -> Replay:
-    observations = jnp.zeros((capacity, obs_dim))
-    executed = jnp.zeros((capacity, action_dim))
-    actions = jnp.zeros(capacity, jnp.int32)
-    scalars = jnp.zeros(capacity)
-    transitions = Transition(observations, jnp.copy(observations), executed, actions, scalars, jnp.copy(scalars))
-    return Replay(transitions, jnp.zeros((), jnp.int32))
+    transitions = Transition(
+        observation=jnp.zeros((capacity, obs_dim)),
+        next_observation=jnp.zeros((capacity, obs_dim)),
+        executed_action=jnp.zeros((capacity, action_dim)),
+        action=jnp.zeros(capacity, jnp.int32),
+        terminated=jnp.zeros(capacity),
+        ended=jnp.zeros(capacity),
+    )
+    return Replay(transitions, count=jnp.zeros((), jnp.int32))
 
 
 def store(replay: Replay, new: Transition) -> Replay:
     number = len(new.ended)
     capacity = len(replay.transitions.ended)
     where = (replay.count + jnp.arange(number)) % capacity
-    transitions = jax.tree.map(lambda ring, values: ring.at[where].set(values), replay.transitions, new)
+    transitions = jax.tree.map(lambda ring, x: ring.at[where].set(x), replay.transitions, new)
     return Replay(transitions, replay.count + number)
 
 
-def sample(replay: Replay, key: jax.Array, batch_size: int, n_step: int) -> Transition:
-    """Windows of n steps, (B, n, ...), uniform over stored transitions.
-
-    A window that meets the newest transition stops there, as at an episode's end.
-    """
+def sample(
+    replay: Replay, key: jax.Array, batch_size: int, n_step: int, gamma: float, reward_of: Callable
+) -> Batch:
+    """Uniform over stored transitions; a window stops at the newest as at an episode's end."""
     stored = replay.transitions
     capacity = len(stored.ended)
     first = jax.random.randint(key, (batch_size,), 0, jnp.minimum(replay.count, capacity))
@@ -317,17 +282,23 @@ def sample(replay: Replay, key: jax.Array, batch_size: int, n_step: int) -> Tran
     window = (first[:, None] + offsets) % capacity  # (B, n)
     steps_to_newest = (replay.count - 1 - first) % capacity
     ended = jnp.maximum(stored.ended[window], offsets == steps_to_newest[:, None])
-    return jax.tree.map(lambda array: array[window], stored)._replace(ended=ended)
+    rewards = reward_of(jax.tree.map(lambda array: array[window], stored))
+    terminated = stored.terminated[window]
+    returns, last, discounts = n_step_returns(rewards, terminated, ended, gamma)
+    next_observations = stored.next_observation[(first + last) % capacity]
+    observations = stored.observation[first]
+    return Batch(observations, stored.action[first], returns, next_observations, discounts)
 
 
-def reward_windows(windows: Transition, rewards: jax.Array, gamma: float) -> Batch:
-    """The batch of the Q-network, given a reward for every step of the windows (B, n)."""
-    returns, last, discounts = n_step_returns(rewards, windows.terminated, windows.ended, gamma)
-    next_observations = windows.next_observation[jnp.arange(len(last)), last]
-    return Batch(windows.observation[:, 0], windows.action[:, 0], returns, next_observations, discounts)
+def sample_steps(replay: Replay, key: jax.Array, batch_size: int) -> Transition:
+    """Single steps, (B, ...), uniform over stored transitions."""
+    stored = replay.transitions
+    capacity = len(stored.ended)
+    where = jax.random.randint(key, (batch_size,), 0, jnp.minimum(replay.count, capacity))
+    return jax.tree.map(lambda array: array[where], stored)
 
 
-# ---------------------------------------------------------------------------------------- updates
+# ----------------------------------------------------------------------------- stage 1: candidates
 
 
 class CandidateState(NamedTuple):
@@ -337,54 +308,42 @@ class CandidateState(NamedTuple):
     key: jax.Array
 
 
-class AgentState(NamedTuple):
-    params: Any
-    average_params: Any  # None without --ema-decay
-    target_params: Any
-    opt_state: Any
-    updates: jax.Array
-    key: jax.Array
-
-
-class DiscriminatorState(NamedTuple):
-    params: Any
-    opt_state: Any
-    key: jax.Array
-
-
 def start_temperature(args: Args, actions: np.ndarray) -> float:
-    """T is compared with squared distances between actions, so it starts at a fraction of their variance."""
+    """T is compared with squared action distances, so it starts at a fraction of their variance."""
     if args.temperature_start is not None:
         return args.temperature_start
     return max(args.temperature, START_TEMPERATURE * float(np.sum(np.var(actions, axis=0))))
 
 
-def annealed_temperature(step: jax.Array, start: float, end: float, steps: int) -> jax.Array | float:
-    """T falls geometrically from start to end over the first half of the steps, then stays (not in the paper).
+def annealed_temperature(args: Args, step: jax.Array) -> jax.Array | float:
+    """T falls geometrically over the first half of the steps, then stays (ours, not the paper's).
 
-    With a constant small T, a candidate that is never the nearest one gets no gradient and stays as it was initialised.
+    With a constant small T, the head of a candidate that is never the nearest one gets no gradient.
     """
-    if start == end:
-        return end
-    return start * (end / start) ** jnp.minimum(step / (0.5 * steps), 1.0)
+    if args.temperature_start == args.temperature:
+        return args.temperature
+    progress = jnp.minimum(step / (0.5 * args.candidate_steps), 1.0)
+    return args.temperature_start * (args.temperature / args.temperature_start) ** progress
 
 
-def make_candidate_update(network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
+def make_candidate_update(network: nn.Module, optimizer: Optimizer, args: Args) -> Callable:
     """`steps` gradient steps on equation 1 in one call; returns the mean loss."""
 
-    def loss_fn(params: Any, observations: jax.Array, actions: jax.Array, step: jax.Array, key: jax.Array) -> jax.Array:
+    def loss_fn(params: Any, pairs: tuple, temperature: jax.Array, key: jax.Array) -> jax.Array:
+        observations, actions = pairs
         candidates = network.apply(params, observations, train=True, rngs={"dropout": key})
-        temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
         return soft_min_loss(candidates, actions, temperature)
 
     def update(state: CandidateState, observations: jax.Array, actions: jax.Array, steps: int):
         def step(state: CandidateState, _: None) -> tuple[CandidateState, jax.Array]:
             key, batch_key, dropout_key = jax.random.split(state.key, 3)
             batch = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
-            pairs = observations[batch], actions[batch]
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, *pairs, state.step, dropout_key)
-            updates, opt_state = optimizer.update(grads, state.opt_state)
-            return CandidateState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, key), loss
+            pairs = (observations[batch], actions[batch])
+            temperature = annealed_temperature(args, state.step)
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, pairs, temperature, dropout_key)
+            changes, opt_state = optimizer.update(grads, state.opt_state)
+            params = optax.apply_updates(state.params, changes)
+            return CandidateState(params, opt_state, state.step + 1, key), loss
 
         state, losses = jax.lax.scan(step, state, None, length=steps)
         return state, jnp.mean(losses)
@@ -392,188 +351,17 @@ def make_candidate_update(network: nn.Module, optimizer: optax.GradientTransform
     return jax.jit(update, static_argnums=3, donate_argnums=0)
 
 
-def init_agent(network: nn.Module, optimizer: optax.GradientTransformation, key: jax.Array, args: Args, obs_dim: int):
-    key, act_key, init_key = jax.random.split(key, 3)
-    params = network.init(init_key, jnp.zeros(obs_dim))
-    average_params = jax.tree.map(jnp.copy, params) if args.ema_decay else None
-    target_params = jax.tree.map(jnp.copy, params)  # a copy: an update gives its buffers away
-    opt_state = optimizer.init(params)
-    return AgentState(params, average_params, target_params, opt_state, jnp.zeros((), jnp.int32), key), act_key
-
-
-def make_discriminator(args: Args) -> tuple[nn.Module, optax.GradientTransformation]:
-    """The network and its optimiser: AdamW, which is Adam where nothing decays."""
-    dropout = (0.0, 0.0)
-    weight_decay = 0.0
-    if args.discriminator_regularization == "dropout":
-        dropout = (args.discriminator_input_dropout, args.discriminator_hidden_dropout)
-    if args.discriminator_regularization == "weight-decay":
-        weight_decay = args.discriminator_weight_decay
-    network = Discriminator(args.discriminator_layers, args.discriminator_units, *dropout)
-    return network, optax.adamw(args.discriminator_learning_rate, weight_decay=weight_decay)
-
-
-def init_discriminator(args: Args, obs_dim: int, action_dim: int, key: jax.Array) -> DiscriminatorState:
-    network, optimizer = make_discriminator(args)
-    key, init_key = jax.random.split(key)
-    observation = jnp.zeros(obs_dim)
-    features = discriminator_input(args.discriminator_input, observation, jnp.zeros(action_dim), observation)
-    params = network.init(init_key, features)
-    return DiscriminatorState(params, optimizer.init(params), key)
-
-
-def discriminator_features(args: Args, reference: "Reference", steps: Transition) -> jax.Array:
-    """What the discriminator sees, with observations scaled by the demonstrations' mean and standard deviation."""
-    observations = steps.observation
-    next_observations = steps.next_observation
-    if args.normalize_observations:
-        observations = (observations - reference.mean) / reference.deviation
-        next_observations = (next_observations - reference.mean) / reference.deviation
-    return discriminator_input(args.discriminator_input, observations, steps.executed_action, next_observations)
-
-
-def make_discriminator_step(network: nn.Module, optimizer: optax.GradientTransformation) -> Callable:
-    """One gradient step on a batch of the expert's features and one of the agent's; returns loss and accuracy."""
-
-    def loss_fn(params: Any, features: jax.Array, key: jax.Array) -> jax.Array:
-        logits = network.apply(params, features, train=True, rngs={"dropout": key})
-        return discriminator_loss(*jnp.split(logits, 2))
-
-    def step(state: DiscriminatorState, expert: jax.Array, agent: jax.Array):
-        key, dropout_key = jax.random.split(state.key)
-        features = jnp.concatenate([expert, agent])
-        expert_logits, agent_logits = jnp.split(network.apply(state.params, features), 2)  # without dropout
-        accuracy = 0.5 * (jnp.mean(expert_logits > 0) + jnp.mean(agent_logits <= 0))
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, features, dropout_key)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        state = DiscriminatorState(optax.apply_updates(state.params, updates), opt_state, key)
-        return state, {"discriminator/loss": loss, "discriminator/accuracy": accuracy}
-
-    return step
-
-
-def make_update(network: nn.Module, optimizer: optax.GradientTransformation, reference: "Reference", args: Args):
-    """STEPS_PER_CALL updates of the discriminator and the Q-network in one call; returns the means of their metrics.
-
-    Rewards are those of the discriminator as it is when a batch is drawn: the replay holds none that could grow old.
-    """
-    discriminator_network, discriminator_optimizer = make_discriminator(args)
-    discriminator_step = make_discriminator_step(discriminator_network, discriminator_optimizer)
-    constants = args.munchausen_tau, args.munchausen_alpha, args.munchausen_clip
-
-    def features(steps: Transition) -> jax.Array:
-        return discriminator_features(args, reference, steps)
-
-    def loss_fn(params: Any, batch: Batch, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q = network.apply(params, batch.observations)  # (B, K)
-        q_taken = jnp.take_along_axis(q, batch.actions[:, None], axis=1)[:, 0]
-        return jnp.mean(optax.huber_loss(q_taken, target)), jnp.mean(q_taken)
-
-    def update(agent: AgentState, discriminator: DiscriminatorState, replay: Replay, demos: Replay):
-        def step(states: tuple[AgentState, DiscriminatorState], _: None):
-            agent, discriminator = states
-            key, expert_key, agent_key, batch_key = jax.random.split(agent.key, 4)
-            expert_steps = sample(demos, expert_key, args.batch_size, n_step=1)
-            agent_steps = sample(replay, agent_key, args.batch_size, n_step=1)
-            expert_features = features(expert_steps)[:, 0]  # (B, features)
-            agent_features = features(agent_steps)[:, 0]
-            discriminator, metrics = discriminator_step(discriminator, expert_features, agent_features)
-            windows = sample(replay, batch_key, args.batch_size, args.n_step)
-            logits = discriminator_network.apply(discriminator.params, features(windows))  # (B, n)
-            rewards = discriminator_reward(logits, args.reward_balance)
-            batch = reward_windows(windows, rewards, args.gamma)
-            both = jnp.concatenate([batch.observations, batch.next_observations])  # one pass through the network
-            q_s, q_next = jnp.split(network.apply(agent.target_params, both), 2)
-            target = munchausen_target(q_s, q_next, batch.actions, batch.returns, batch.discounts, *constants)
-            (loss, q_value), grads = jax.value_and_grad(loss_fn, has_aux=True)(agent.params, batch, target)
-            changes, opt_state = optimizer.update(grads, agent.opt_state)
-            params = optax.apply_updates(agent.params, changes)
-            average_params = averaged(agent.average_params, params, args.ema_decay)
-            updates = agent.updates + 1
-            target_params = optax.periodic_update(params, agent.target_params, updates, args.target_update_period)
-            agent = AgentState(params, average_params, target_params, opt_state, updates, key)
-            metrics |= {"losses/q_loss": loss, "losses/q_value": q_value}
-            metrics |= {"discriminator/reward_mean": jnp.mean(rewards), "discriminator/reward_std": jnp.std(rewards)}
-            return (agent, discriminator), metrics
-
-        states, metrics = jax.lax.scan(step, (agent, discriminator), None, length=STEPS_PER_CALL)
-        return *states, jax.tree.map(jnp.mean, metrics)
-
-    return jax.jit(update, donate_argnums=(0, 1))
-
-
-def averaged(average: Any, params: Any, decay: float) -> Any:
-    """An exponential moving average of the Q-network: its greedy policy flickers less (not in the paper)."""
-    return optax.incremental_update(params, average, 1.0 - decay) if decay else None
-
-
-def evaluated_params(agent: AgentState) -> Any:
-    return agent.params if agent.average_params is None else agent.average_params
-
-
-# -------------------------------------------------------------------------- policy and evaluation
-
-
-def make_policy(q_network: nn.Module, candidate_network: nn.Module, box: gym.spaces.Box) -> Callable:
-    """Epsilon-greedy, for one observation or a batch: actions, their indices, and the next key."""
-
-    def policy(q_params: Any, candidate_params: Any, observations: jax.Array, key: jax.Array, epsilon: float):
-        key, coin_key, index_key = jax.random.split(key, 3)
-        greedy = jnp.argmax(q_network.apply(q_params, observations), axis=-1)
-        explore = jax.random.uniform(coin_key, greedy.shape) < epsilon
-        random = jax.random.randint(index_key, greedy.shape, 0, q_network.num_actions)
-        index = jnp.where(explore, random, greedy)
-        candidates = candidate_network.apply(candidate_params, observations)  # (..., K, D)
-        actions = jnp.take_along_axis(candidates, index[..., None, None], axis=-2)[..., 0, :]
-        return jnp.clip(actions, box.low, box.high), index, key
-
-    return jax.jit(policy, static_argnames="epsilon")
-
-
-class Evaluation(NamedTuple):
-    returns: np.ndarray  # (episodes,)
-    lengths: np.ndarray
-    successes: np.ndarray  # goal reached at any step; NaN where the environment does not report it
-    frames: list[np.ndarray]  # pictures of the environments made for rendering, episode after episode
-
-
-def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evaluation:
-    """One episode in each environment, side by side, with one policy call per step for all of them."""
-    observations = [seeded_reset(env, EVALUATION_SEED + i) for i, env in enumerate(envs)]
-    observations = np.stack(observations).astype(np.float32)
-    returns = np.zeros(len(envs))
-    lengths = np.zeros(len(envs), int)
-    successes = np.full(len(envs), np.nan)
-    running = np.ones(len(envs), bool)
-    frames: list[list[np.ndarray]] = [[] for _ in envs]
-    while running.any():
-        actions = np.asarray(policy(observations))
-        for i in np.flatnonzero(running):
-            observation, reward, terminated, truncated, info = envs[i].step(actions[i])
-            observations[i] = observation
-            returns[i] += reward
-            lengths[i] += 1
-            if "success" in info:
-                successes[i] = np.nanmax([successes[i], bool(info["success"])])
-            if envs[i].render_mode == "rgb_array":
-                frames[i].append(render(envs[i]))
-            running[i] = not (terminated or truncated)
-    return Evaluation(returns, lengths, successes, sum(frames, []))
-
-
-# --------------------------------------------------------------------------------------- training
-
-
 def make_candidate_network(args: Args, action_dim: int) -> nn.Module:
     if args.candidates == "kmeans":
         return FixedCandidates(args.num_actions, action_dim)
-    return CandidateNetwork(
-        args.num_actions, action_dim, input_dropout=args.input_dropout, hidden_dropout=args.hidden_dropout
-    )
+    dropout = {"input_dropout": args.input_dropout, "hidden_dropout": args.hidden_dropout}
+    return CandidateNetwork(args.num_actions, action_dim, **dropout)
 
 
-def train_candidates(args: Args, run: "CandidateRun", network: nn.Module, demos: "Demonstrations") -> Any:
-    """The first stage: K candidates per state by equation 1, or those of an ablation."""
+def train_candidates(
+    args: Args, run: "CandidateRun", network: nn.Module, demos: "Demonstrations"
+) -> Any:
+    """K candidates per state by equation 1, or those of an ablation."""
     key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 0))
     params = network.init(init_key, demos.observations[:1])
     if args.candidates == "random":
@@ -592,52 +380,333 @@ def train_candidates(args: Args, run: "CandidateRun", network: nn.Module, demos:
         steps = min(CANDIDATE_STEPS_PER_CALL, args.candidate_steps - step)
         state, loss = update(state, observations, actions, steps)
         step += steps
-        temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
-        run.log_candidates(step, loss, temperature)
+        run.log_candidates(step, loss, annealed_temperature(args, step))
         run.save_candidates(step, state)
     return state.params
 
 
+# -------------------------------------------------------------------- stage 2: the discriminator
+
+
+class Discriminator(nn.Module):
+    """(..., features) -> (...): the logit of "the expert's", so that P(agent) = sigmoid(-logit)."""
+
+    num_layers: int
+    num_units: int
+    input_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, features: jax.Array, train: bool = False) -> jax.Array:
+        x = nn.Dropout(self.input_dropout, deterministic=not train)(features)
+        for _ in range(self.num_layers):
+            x = nn.relu(nn.Dense(self.num_units)(x))
+            x = nn.Dropout(self.hidden_dropout, deterministic=not train)(x)
+        return nn.Dense(1)(x)[..., 0]
+
+
+def discriminator_input(
+    kind: str, observations: jax.Array, actions: jax.Array, next_observations: jax.Array
+) -> jax.Array:
+    """What the discriminator compares, (..., features)."""
+    parts = {
+        "state-action": [observations, actions],
+        "state": [observations],
+        "state-next-state": [observations, next_observations],
+    }
+    return jnp.concatenate(parts[kind], axis=-1)
+
+
+def discriminator_loss(expert_logits: jax.Array, agent_logits: jax.Array) -> jax.Array:
+    """Binary cross-entropy: -log P(expert) for the expert, -log P(agent) for the agent. (B,)."""
+    return 0.5 * (jnp.mean(nn.softplus(-expert_logits)) + jnp.mean(nn.softplus(agent_logits)))
+
+
+def discriminator_reward(logits: jax.Array, balance: float) -> jax.Array:
+    """(1 - balance) [-log p] + balance log(1 - p), p = P(agent) = sigmoid(-logit).
+
+    Balance 0 is never negative and so rewards staying alive, 1 never positive, 0.5 half the logit.
+    """
+    return (1 - balance) * nn.softplus(logits) - balance * nn.softplus(-logits)
+
+
+class DiscriminatorState(NamedTuple):
+    params: Any
+    opt_state: Any
+    key: jax.Array
+
+
+def make_discriminator(args: Args) -> tuple[nn.Module, Optimizer]:
+    """The network and its optimiser: AdamW, which is Adam where nothing decays."""
+    dropout = (0.0, 0.0)
+    weight_decay = 0.0
+    if args.discriminator_regularization == "dropout":
+        dropout = (args.discriminator_input_dropout, args.discriminator_hidden_dropout)
+    if args.discriminator_regularization == "weight-decay":
+        weight_decay = args.discriminator_weight_decay
+    network = Discriminator(args.discriminator_layers, args.discriminator_units, *dropout)
+    return network, optax.adamw(args.discriminator_learning_rate, weight_decay=weight_decay)
+
+
+def init_discriminator(args: Args, obs_dim: int, action_dim: int) -> DiscriminatorState:
+    network, optimizer = make_discriminator(args)
+    key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 2))
+    observation = jnp.zeros(obs_dim)
+    action = jnp.zeros(action_dim)
+    features = discriminator_input(args.discriminator_input, observation, action, observation)
+    params = network.init(init_key, features)
+    return DiscriminatorState(params, optimizer.init(params), key)
+
+
+def discriminator_features(args: Args, reference: "Reference", steps: Transition) -> jax.Array:
+    """(..., features) of steps (...), normalised by the demonstrations' mean and deviation."""
+    observations = steps.observation
+    next_observations = steps.next_observation
+    if args.normalize_observations:
+        observations = (observations - reference.mean) / reference.deviation
+        next_observations = (next_observations - reference.mean) / reference.deviation
+    actions = steps.executed_action
+    return discriminator_input(args.discriminator_input, observations, actions, next_observations)
+
+
+def update_discriminator(
+    state: DiscriminatorState, expert: jax.Array, agent: jax.Array, args: Args
+) -> tuple[DiscriminatorState, dict]:
+    """One gradient step on features (B, features) of the expert and as many of the agent."""
+    network, optimizer = make_discriminator(args)
+    features = jnp.concatenate([expert, agent])
+
+    def loss_fn(params: Any, key: jax.Array) -> jax.Array:
+        logits = network.apply(params, features, train=True, rngs={"dropout": key})
+        return discriminator_loss(*jnp.split(logits, 2))
+
+    expert_logits, agent_logits = jnp.split(network.apply(state.params, features), 2)
+    accuracy = 0.5 * (jnp.mean(expert_logits > 0) + jnp.mean(agent_logits <= 0))
+    rewards = discriminator_reward(agent_logits, args.reward_balance)
+    key, dropout_key = jax.random.split(state.key)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, dropout_key)
+    changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, changes)
+    metrics = {
+        "discriminator/loss": loss,
+        "discriminator/accuracy": accuracy,
+        "discriminator/reward_mean": jnp.mean(rewards),
+        "discriminator/reward_std": jnp.std(rewards),
+    }
+    return DiscriminatorState(params, opt_state, key), metrics
+
+
+# ---------------------------------------------------------------------------------- stage 2: agent
+
+
+class AgentState(NamedTuple):
+    params: Any
+    average_params: Any  # None without --ema-decay
+    target_params: Any
+    opt_state: Any
+    updates: jax.Array
+    key: jax.Array
+
+
+def init_agent(
+    q_network: nn.Module, optimizer: Optimizer, key: jax.Array, args: Args, obs_dim: int
+) -> tuple[AgentState, jax.Array]:
+    """The agent and its policy's key. Copies, because an update destroys its input's buffers."""
+    key, act_key, init_key = jax.random.split(key, 3)
+    params = q_network.init(init_key, jnp.zeros(obs_dim))
+    average_params = jax.tree.map(jnp.copy, params) if args.ema_decay else None
+    target_params = jax.tree.map(jnp.copy, params)
+    opt_state = optimizer.init(params)
+    updates = jnp.zeros((), jnp.int32)
+    return AgentState(params, average_params, target_params, opt_state, updates, key), act_key
+
+
+def target_of(q_network: nn.Module, agent: AgentState, batch: Batch, args: Args) -> jax.Array:
+    """What the Q-value of a batch should be, by the target network."""
+    both = jnp.concatenate([batch.observations, batch.next_observations])  # one pass for both
+    q_s, q_next = jnp.split(q_network.apply(agent.target_params, both), 2)
+    return munchausen_target(
+        q_s,
+        q_next,
+        batch.actions,
+        batch.returns,
+        batch.discounts,
+        tau=args.munchausen_tau,
+        alpha=args.munchausen_alpha,
+        clip=args.munchausen_clip,
+    )
+
+
+def make_update(
+    q_network: nn.Module, optimizer: Optimizer, reference: "Reference", args: Args
+) -> Callable:
+    """STEPS_PER_CALL updates of discriminator and Q-network in one call; returns mean metrics."""
+    discriminator_network, _ = make_discriminator(args)
+
+    def features(steps: Transition) -> jax.Array:
+        return discriminator_features(args, reference, steps)
+
+    def loss_fn(params: Any, batch: Batch, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q_taken = q_of(q_network.apply(params, batch.observations), batch.actions)
+        return jnp.mean(optax.huber_loss(q_taken, target)), jnp.mean(q_taken)
+
+    def update(agent: AgentState, discriminator: DiscriminatorState, replay: Replay, demos: Replay):
+        def step(states: tuple[AgentState, DiscriminatorState], _: None) -> tuple[tuple, dict]:
+            agent, discriminator = states
+            key, expert_key, own_key, batch_key = jax.random.split(agent.key, 4)
+            expert = features(sample_steps(demos, expert_key, args.batch_size))
+            own = features(sample_steps(replay, own_key, args.batch_size))
+            discriminator, metrics = update_discriminator(discriminator, expert, own, args)
+
+            # The replay holds no rewards that could grow old.
+            def reward_of(steps: Transition) -> jax.Array:
+                logits = discriminator_network.apply(discriminator.params, features(steps))
+                return discriminator_reward(logits, args.reward_balance)
+
+            batch = sample(replay, batch_key, args.batch_size, args.n_step, args.gamma, reward_of)
+            target = target_of(q_network, agent, batch, args)
+            grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+            (loss, q_value), grads = grad_fn(agent.params, batch, target)
+            agent = apply_gradients(agent, grads, optimizer, args)._replace(key=key)
+            metrics |= {"losses/q_loss": loss, "losses/q_value": q_value}
+            return (agent, discriminator), metrics
+
+        states, metrics = jax.lax.scan(step, (agent, discriminator), None, length=STEPS_PER_CALL)
+        return *states, jax.tree.map(jnp.mean, metrics)
+
+    return jax.jit(update, donate_argnums=(0, 1))
+
+
+def apply_gradients(agent: AgentState, grads: Any, optimizer: Optimizer, args: Args) -> AgentState:
+    """A step of the Q-network, of its average, and at times of its target network."""
+    changes, opt_state = optimizer.update(grads, agent.opt_state)
+    params = optax.apply_updates(agent.params, changes)
+    average_params = averaged(agent.average_params, params, args.ema_decay)
+    updates = agent.updates + 1
+    target_params = optax.periodic_update(
+        params, agent.target_params, updates, args.target_update_period
+    )
+    return AgentState(params, average_params, target_params, opt_state, updates, agent.key)
+
+
+def averaged(average: Any, params: Any, decay: float) -> Any:
+    """An exponential moving average of the Q-network: its greedy policy flickers less (ours)."""
+    return optax.incremental_update(params, average, 1.0 - decay) if decay else None
+
+
+def evaluated_params(agent: AgentState) -> Any:
+    return agent.params if agent.average_params is None else agent.average_params
+
+
+def make_policy(
+    q_network: nn.Module, candidate_network: nn.Module, box: gym.spaces.Box
+) -> Callable:
+    """Epsilon-greedy, for one observation or a batch: actions, their indices, the next key."""
+
+    def policy(
+        q_params: Any,
+        candidate_params: Any,
+        observations: jax.Array,
+        key: jax.Array,
+        epsilon: float,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        key, coin_key, index_key = jax.random.split(key, 3)
+        greedy = jnp.argmax(q_network.apply(q_params, observations), axis=-1)
+        explore = jax.random.uniform(coin_key, greedy.shape) < epsilon
+        random = jax.random.randint(index_key, greedy.shape, 0, q_network.num_actions)
+        index = jnp.where(explore, random, greedy)
+        candidates = candidate_network.apply(candidate_params, observations)  # (..., K, D)
+        actions = jnp.take_along_axis(candidates, index[..., None, None], axis=-2)[..., 0, :]
+        return jnp.clip(actions, box.low, box.high), index, key
+
+    return jax.jit(policy, static_argnames="epsilon")
+
+
+class Evaluation(NamedTuple):
+    returns: np.ndarray  # (episodes,)
+    lengths: np.ndarray
+    successes: np.ndarray  # goal reached at any step; NaN where the environment does not report it
+
+
+def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evaluation:
+    """One episode in each environment, side by side, with one policy call per step for all."""
+    starts = [seeded_reset(env, EVALUATION_SEED + i) for i, env in enumerate(envs)]
+    observations = np.stack(starts).astype(np.float32)
+    returns = np.zeros(len(envs))
+    lengths = np.zeros(len(envs), int)
+    successes = np.full(len(envs), np.nan)
+    running = np.ones(len(envs), bool)
+    while running.any():
+        actions = np.asarray(policy(observations))
+        for i in np.flatnonzero(running):
+            observations[i], reward, terminated, truncated, info = envs[i].step(actions[i])
+            returns[i] += reward
+            lengths[i] += 1
+            if "success" in info:
+                successes[i] = np.fmax(successes[i], bool(info["success"]))
+            running[i] = not (terminated or truncated)
+    return Evaluation(returns, lengths, successes)
+
+
 def make_demo_replay(demos: "Demonstrations", indices: np.ndarray) -> Replay:
-    """The demonstrations as steps; the discriminator does not look at the indices."""
-    states = demos.observations, demos.next_observations
-    steps = Transition(*states, demos.actions, indices, demos.terminations, demos.ends)
+    """The demonstrations as steps between candidates, without their rewards."""
+    steps = Transition(
+        demos.observations,
+        demos.next_observations,
+        demos.actions,
+        indices,
+        demos.terminations,
+        demos.ends,
+    )
     return Replay(jax.tree.map(jnp.asarray, typed(steps)), jnp.asarray(len(indices)))
 
 
 def train_agent(
-    args: Args, run: "CandidateImitationRun", env: gym.Env, network: nn.Module, candidate_params: Any, demos: Replay
+    args: Args,
+    run: "AgentRun",
+    env: gym.Env,
+    candidate_network: nn.Module,
+    candidate_params: Any,
+    demo_replay: Replay,
+    reference: "Reference",
 ) -> None:
-    """The second stage: epsilon-greedy steps among the candidates, as many updates of discriminator and Q-network."""
+    """Epsilon-greedy steps among the candidates, and as many updates of both networks."""
     obs_dim = env.observation_space.shape[0]
     action_dim = env.action_space.shape[0]
     q_network = QNetwork(args.num_actions)
     optimizer = optax.adam(args.learning_rate)
-    policy = make_policy(q_network, network, env.action_space)
-    update = make_update(q_network, optimizer, run.reference, args)
+    policy = make_policy(q_network, candidate_network, env.action_space)
+    update = make_update(q_network, optimizer, reference, args)
     store_block = jax.jit(store, donate_argnums=0)
-    agent, key = init_agent(q_network, optimizer, jax.random.fold_in(jax.random.PRNGKey(args.seed), 1), args, obs_dim)
-    discriminator = init_discriminator(args, obs_dim, action_dim, jax.random.fold_in(jax.random.PRNGKey(args.seed), 2))
-    capacity = min(args.buffer_size, math.ceil(args.total_timesteps / STEPS_PER_CALL) * STEPS_PER_CALL)
-    replay = make_replay(capacity, obs_dim, action_dim)
+    key = jax.random.fold_in(jax.random.PRNGKey(args.seed), 1)
+    agent, key = init_agent(q_network, optimizer, key, args, obs_dim)
+    discriminator = init_discriminator(args, obs_dim, action_dim)
+    replay = make_replay(replay_capacity(args), obs_dim, action_dim)
     env.reset(seed=args.seed)
-    (agent, discriminator, key), replay, block, step = run.restore(env, (agent, discriminator, key), replay)
+    state = (agent, discriminator, key)
+    (agent, discriminator, key), replay, block, step = run.restore(env, state, replay)
     eval_envs = make_evaluation_envs(args, args.eval_episodes, videos=1)
 
     def evaluate_agent() -> None:
+        params = evaluated_params(agent)
+
         def greedy(observations: np.ndarray) -> jax.Array:
-            return policy(evaluated_params(agent), candidate_params, observations, key, epsilon=0.0)[0]
+            return policy(params, candidate_params, observations, key, epsilon=0.0)[0]
 
         with run.clock_stopped():
-            result, distance = evaluate_with_distance(greedy, eval_envs, run.reference)
-            run.report(step, result, distance, evaluated_params(agent))
+            result, distances = evaluate_with_distance(greedy, eval_envs, reference)
+            run.report(step, result, params, eval_envs, **distances)
 
     run.show_progress("agent", args.total_timesteps, step)
     observation = first_observation(env)
+    # Again and again: a step among the candidates, its transition into the replay, and after every
+    # few steps as many updates of both networks, on batches of replay and demonstrations.
     while step < args.total_timesteps:
         if step % args.eval_every == 0:
             evaluate_agent()
-        action, index, key = policy(agent.params, candidate_params, observation, key, epsilon=args.epsilon)
+        action, index, key = policy(
+            agent.params, candidate_params, observation, key, epsilon=args.epsilon
+        )
         action, index = jax.device_get((action, index))
         next_observation, reward, terminated, truncated, info = env.step(action)
         next_observation = np.asarray(next_observation, np.float32)
@@ -651,7 +720,7 @@ def train_agent(
             replay = store_block(replay, stack_transitions(block))
             block = []
             if step > args.learning_starts:
-                agent, discriminator, metrics = update(agent, discriminator, replay, demos)
+                agent, discriminator, metrics = update(agent, discriminator, replay, demo_replay)
                 run.log_update(step, metrics)
         if ended:
             run.end_episode(step)
@@ -668,66 +737,71 @@ def train(args: Args) -> Path:
     without_success = dataclasses.replace(args, reward="env")  # demonstrations need not report it
     demos, args.dataset_id, warning = find_demonstrations(without_success, env)
     check_candidates(args, demos)
-    check_memory(args, demos, min(args.buffer_size, args.total_timesteps))
+    check_memory(args, demos, replay_capacity(args))
     args.temperature_start = start_temperature(args, demos.actions)
     network = make_candidate_network(args, env.action_space.shape[0])
     borrowed = borrowed_candidates(args, network, demos)
-    run = CandidateImitationRun(args, warning, demos)
+    run = AgentRun(args, warning)
+    reference = find_reference(run, demos)
     candidate_params = run.load_candidates(network, demos)
     if candidate_params is None:
-        candidate_params = borrowed or train_candidates(args, run, network, demos)
+        candidate_params = borrowed
+        if borrowed is None:
+            candidate_params = train_candidates(args, run, network, demos)
         run.keep_candidates(candidate_params)
     indices = discretise(args, network, candidate_params, demos, run.log)
-    picture_candidates(args, run.folder, network, candidate_params, demos, env.action_space, run.log)
+    run.save_candidates_along(network, candidate_params, demos)
     demo_replay = make_demo_replay(demos, indices)
-    train_agent(args, run, env, network, candidate_params, demo_replay)
+    train_agent(args, run, env, network, candidate_params, demo_replay, reference)
     run.finish()
     return run.folder
 
 
-# =================================================================================================
-# Plumbing. The paper ends here: what follows is files, checks, videos and the command line, the same
-# in every script. Nothing below is needed to understand the algorithm.
-# =================================================================================================
+# ================================================================================================
+# Plumbing. The paper ends here: what follows is files, checks, videos and the command line, the
+# same in every script. Nothing below is needed to understand the algorithm.
+# ================================================================================================
 
 BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
 PROBED_STEPS = 1_000  # of one episode, played before a run to see what the environment reports
+LARGEST = 2**31 - 1  # steps are counted in 32 bits
+LARGEST_FLOAT = float(np.finfo(np.float32).max)  # what is larger would be infinite in the replay
 
 BOUNDS = {  # of every number that has any
-    "max_episode_steps": (1, math.inf),
-    "num_demos": (1, math.inf),
+    "max_episode_steps": (1, LARGEST),
+    "num_demos": (1, LARGEST),
     "seed": (0, EVALUATION_SEED - 1),
-    "total_timesteps": (1, math.inf),
-    "eval_every": (1, math.inf),
-    "eval_episodes": (1, math.inf),
-    "num_actions": (1, math.inf),
+    "total_timesteps": (1, LARGEST),
+    "eval_every": (1, LARGEST),
+    "eval_episodes": (1, 10_000),
+    "num_actions": (1, LARGEST),
     "temperature": (1e-9, 1e9),
     "temperature_start": (1e-9, 1e9),
-    "candidate_steps": (0, math.inf),
-    "held_out_episodes": (0, math.inf),
+    "candidate_steps": (0, LARGEST),
+    "held_out_episodes": (0, LARGEST),
     "candidate_learning_rate": (1e-9, 1e9),
     "input_dropout": (0, 0.99),
     "hidden_dropout": (0, 0.99),
-    "discriminator_layers": (0, math.inf),
-    "discriminator_units": (1, math.inf),
+    "discriminator_layers": (0, LARGEST),
+    "discriminator_units": (1, LARGEST),
     "discriminator_learning_rate": (1e-9, 1e9),
     "discriminator_input_dropout": (0, 0.99),
     "discriminator_hidden_dropout": (0, 0.99),
     "discriminator_weight_decay": (0, 1e9),
     "reward_balance": (0, 1),
-    "batch_size": (1, math.inf),
+    "batch_size": (1, LARGEST),
     "learning_rate": (1e-9, 1e9),
     "gamma": (0, 1),
-    "n_step": (1, math.inf),
+    "n_step": (1, 1_000),
     "epsilon": (0, 1),
-    "buffer_size": (STEPS_PER_CALL, math.inf),
-    "learning_starts": (0, math.inf),
+    "buffer_size": (STEPS_PER_CALL, LARGEST),
+    "learning_starts": (0, LARGEST),
     "ema_decay": (0, 1 - 1e-9),
-    "target_update_period": (1, math.inf),
+    "target_update_period": (1, LARGEST),
     "munchausen_tau": (1e-9, 1e9),
     "munchausen_alpha": (0, 1),
     "munchausen_clip": (-1e9, 0),
-    "checkpoint_every": (1, math.inf),
+    "checkpoint_every": (1, LARGEST),
 }
 
 
@@ -747,7 +821,9 @@ def as_user_error(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+        raise UserError(
+            f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}"
+        ) from None
 
 
 def option(name: str) -> str:
@@ -764,15 +840,17 @@ def check_args(args: Args) -> None:
 def environment_arguments(args: Args) -> dict[str, Any]:
     try:
         arguments = json.loads(args.env_kwargs)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise UserError(f"--env-kwargs is {args.env_kwargs!r}: give a JSON object, such as '{{\"name\": 1}}'")
+        raise UserError(
+            f"--env-kwargs is {args.env_kwargs!r}: give a JSON object, such as '{{\"name\": 1}}'"
+        )
     return arguments
 
 
 def check_memory(args: Args, demos: "Demonstrations", kept_steps: int, networks: int = 1) -> None:
-    """What surely has to be held at once: a network that does not fit would end in the middle of the run."""
+    """What surely has to be held at once: else a run would end in the middle."""
     width = 256
     per_candidate = width * width + width * demos.actions.shape[1]
     kernels = 4 * args.num_actions * per_candidate  # parameters, gradient and Adam's two moments
@@ -782,7 +860,9 @@ def check_memory(args: Args, demos: "Demonstrations", kept_steps: int, networks:
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > here:
         sizes = f"about {needed / 1e9:.0f} GB, and this machine has {here / 1e9:.0f}"
-        raise UserError(f"this run needs {sizes}: lower --num-actions or what it keeps of experience")
+        raise UserError(
+            f"this run needs {sizes}: lower --num-actions, --batch-size or what it keeps of experience"
+        )
 
 
 # ------------------------------------------------------------------------------------ fast layers
@@ -790,21 +870,48 @@ def check_memory(args: Args, demos: "Demonstrations", kept_steps: int, networks:
 
 @jax.custom_vjp
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x @ kernel. JAX's own gradient of the kernel can come out transposed, and Adam then reads it across the memory:
-    with this one a step of the candidates takes a sixth less time on a CPU."""
+    """x @ kernel, a sixth faster in a step of the candidates on a CPU.
+
+    JAX's own gradient of the kernel can come out transposed; Adam then reads across the memory.
+    """
     return x @ kernel
 
 
-def product_gradients(inputs: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def product_gradients(
+    inputs: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, kernel = inputs
-    return gradient @ kernel.T, x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
+    return gradient @ kernel.T, x.reshape(-1, x.shape[-1]).T @ gradient.reshape(
+        -1, gradient.shape[-1]
+    )
 
 
 product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), product_gradients)
 
 
 def dense(width: int, init: Callable) -> nn.Dense:
-    return nn.Dense(width, kernel_init=init, dot_general=lambda x, kernel, *_, **__: product(x, kernel))
+    return nn.Dense(
+        width, kernel_init=init, dot_general=lambda x, kernel, *_, **__: product(x, kernel)
+    )
+
+
+def dense_per_head(module: nn.Module, layer: int, width: int, x: jax.Array) -> jax.Array:
+    """One layer of all candidates' MLPs: (..., fan_in), later (..., K, fan_in) -> (..., K, width).
+
+    The first layer of all heads reads the same x, so it is one plain product.
+    """
+    heads = module.num_actions
+    fan_in = x.shape[-1]
+    first = layer == 0
+    axes = {"in_axis": 0, "batch_axis": 1} if first else {"in_axis": 1, "batch_axis": 0}
+    xavier = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform", out_axis=2, **axes)
+    shape = (fan_in, heads, width) if first else (heads, fan_in, width)
+    kernel = module.param(f"head_{layer}_kernel", xavier, shape)
+    bias = module.param(f"head_{layer}_bias", nn.initializers.zeros, (heads, width))
+    if first:
+        flat = product(x, kernel.reshape(fan_in, -1))
+        return flat.reshape(*x.shape[:-1], heads, width) + bias
+    return jnp.einsum("...ki,kio->...ko", x, kernel) + bias
 
 
 def elu(x: jax.Array) -> jax.Array:
@@ -821,12 +928,14 @@ class SparseReward(gym.Wrapper):
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict]:
         observation, _, terminated, truncated, info = self.env.step(action)
         if "success" not in info:
-            raise UserError("the environment reports info['success'] at some steps only: use --reward env")
+            raise UserError(
+                "the environment reports info['success'] at some steps only: use --reward env"
+            )
         return observation, float(info["success"]), terminated, truncated, info
 
 
 class CheckedEnv(gym.wrappers.FlattenObservation):
-    """Flat observations. What goes in is in the action space, to its last bit, and what comes out is finite."""
+    """Flat, finite observations; actions that are in the action space to their last bit."""
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
         observation, info = super().reset(**kwargs)
@@ -841,19 +950,26 @@ class CheckedEnv(gym.wrappers.FlattenObservation):
         self.steps += 1
         self.check("observation", observation, self.observation_space.shape)
         self.check("reward", reward, ())
+        self.check("terminated", terminated, ())
+        self.check("truncated", truncated, ())
+        self.check("info['success']", info.get("success", 0.0), ())
         return observation, reward, terminated, truncated, info
 
     def check(self, what: str, value: Any, shape: tuple[int, ...]) -> None:
         place = f"the environment's {what} at step {self.steps} of an episode"
         if np.shape(value) != shape:
-            raise UserError(f"{place} has shape {np.shape(value)} instead of {shape}: repair the environment")
-        if not np.isfinite(value).all():
+            raise UserError(
+                f"{place} has shape {np.shape(value)} instead of {shape}: repair the environment"
+            )
+        if np.asarray(value).dtype.kind not in "biuf":
+            raise UserError(f"{place} is no number: repair the environment")
+        if not (np.abs(value) <= LARGEST_FLOAT).all():  # NaN is not either
             raise UserError(f"{place} is not finite: repair the environment, then --resume the run")
 
 
 @contextlib.contextmanager
 def silent_compiler() -> Iterator[None]:
-    """MuJoCo's compiler warns, once per environment, of old words in Gymnasium's own models: no concern of a user's."""
+    """MuJoCo's compiler warns of old words in Gymnasium's own models: no concern of a user's."""
     import mujoco
 
     before = mujoco.get_mju_user_warning()
@@ -865,7 +981,7 @@ def silent_compiler() -> Iterator[None]:
 
 
 def make_env(args: Args, render: bool = False) -> gym.Env:
-    """A Gymnasium environment with a Box action space, flat observations, and the sparse reward if that is wanted."""
+    """A Gymnasium environment with Box actions, flat observations, the sparse reward if wanted."""
     if render and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
@@ -873,9 +989,12 @@ def make_env(args: Args, render: bool = False) -> gym.Env:
 
         gym.register_envs(gymnasium_robotics)
     arguments = environment_arguments(args)
+    what = f"cannot make environment {args.env_id!r}"
+    if arguments:
+        what += f" with --env-kwargs {args.env_kwargs}"
     arguments["render_mode"] = "rgb_array" if render else None
     limit = args.max_episode_steps
-    with as_user_error(f"cannot make environment {args.env_id!r}"), silent_compiler():
+    with as_user_error(what), silent_compiler():
         env = gym.make(args.env_id, max_episode_steps=limit, disable_env_checker=True, **arguments)
     check_spaces(args.env_id, env.action_space, env.observation_space)
     return CheckedEnv(SparseReward(env) if args.reward == "sparse" else env)
@@ -883,12 +1002,17 @@ def make_env(args: Args, render: bool = False) -> gym.Env:
 
 def check_spaces(env_id: str, actions: gym.Space, observations: gym.Space) -> None:
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
-        raise UserError(f"{env_id} has action space {actions}: AQuaDem needs a Box with one dimension")
+        raise UserError(
+            f"{env_id} has action space {actions}: AQuaDem needs a Box with one dimension"
+        )
     if not np.issubdtype(actions.dtype, np.floating):
-        raise UserError(f"{env_id} has actions of type {actions.dtype}: AQuaDem needs a Box of floating-point numbers")
+        needed = "AQuaDem needs a Box of floating-point numbers"
+        raise UserError(f"{env_id} has actions of type {actions.dtype}: {needed}")
     parts = observations.values() if isinstance(observations, gym.spaces.Dict) else [observations]
-    if not all(isinstance(part, gym.spaces.Box) for part in parts):
-        raise UserError(f"{env_id} has observation space {observations}: a Box or a Dict of Boxes is needed")
+    if not parts or not all(isinstance(part, gym.spaces.Box) for part in parts):
+        raise UserError(
+            f"{env_id} has observation space {observations}: a Box or a Dict of Boxes is needed"
+        )
 
 
 def check_env(args: Args) -> str:
@@ -896,12 +1020,13 @@ def check_env(args: Args) -> str:
     reports = play_once(args.env_id, make_env(dataclasses.replace(args, reward="env")))
     if args.reward == "sparse" and not all(reports):
         when = "at some steps only" if any(reports) else "never"
-        raise UserError(f"{args.env_id} reports info['success'] {when}, so it has no sparse reward: use --reward env")
+        reason = f"reports info['success'] {when}, so it has no sparse reward"
+        raise UserError(f"{args.env_id} {reason}: use --reward env")
     return args.reward or ("sparse" if all(reports) else "env")
 
 
 def play_once(env_id: str, env: gym.Env) -> list[bool]:
-    """One episode, or its beginning, with nothing but zeros for actions: does each step report a success?"""
+    """One episode, or its beginning, with zeros for actions: does each step report a success?"""
     reports: list[bool] = []
     ended = False
     truncated = False
@@ -913,17 +1038,26 @@ def play_once(env_id: str, env: gym.Env) -> list[bool]:
             ended = terminated or truncated
         env.close()
     if env.spec.max_episode_steps is None and not truncated:
-        raise UserError(f"{env_id} has no time limit, an episode might never end: give --max-episode-steps")
+        raise UserError(
+            f"{env_id} has no time limit, an episode might never end: give --max-episode-steps"
+        )
     return reports
 
 
+def replay_capacity(args: Args) -> int:
+    """Whole blocks of steps, and no more than the run will fill."""
+    blocks = math.ceil(args.total_timesteps / STEPS_PER_CALL)
+    return min(args.buffer_size, blocks * STEPS_PER_CALL)
+
+
 def make_evaluation_envs(args: Args, episodes: int, videos: int) -> list[gym.Env]:
-    """An environment per episode; the first ones make pictures if asked for."""
-    return [make_env(args, args.capture_video and i < videos) for i in range(episodes)]
+    """An environment per episode; the first ones are filmed if asked for."""
+    filmed = [args.capture_video and i < videos for i in range(episodes)]
+    return [Filmed(make_env(args, render=True)) if film else make_env(args) for film in filmed]
 
 
 def seeded_reset(env: gym.Env, seed: int) -> np.ndarray:
-    """Twice, because some environments (Meta-World's) draw their task before they look at the seed."""
+    """Twice: some environments (Meta-World's) draw their task before they look at the seed."""
     env.reset(seed=seed)
     return env.reset(seed=seed)[0]
 
@@ -933,9 +1067,9 @@ def first_observation(env: gym.Env) -> np.ndarray:
 
 
 class CandidateActions(gym.Wrapper, gym.utils.RecordConstructorArgs):
-    """Turns a continuous environment into Discrete(K) with the candidates of a finished run, for any discrete library.
+    """A continuous environment as Discrete(K), with a run's candidates, for any discrete library.
 
-    `env = CandidateActions(gym.make("AdroitHandDoor-v1"), "runs/AdroitHandDoor-v1__aquadqn__1__1700000000")`
+    `env = CandidateActions(gym.make("AdroitHandDoor-v1"), "runs/RUN")`
     """
 
     def __init__(self, env: gym.Env, run: str | Path):
@@ -957,7 +1091,9 @@ class CandidateActions(gym.Wrapper, gym.utils.RecordConstructorArgs):
         if self._observation is None:
             raise gym.error.ResetNeeded("call reset() before step()")
         if not self.action_space.contains(action):
-            raise gym.error.InvalidAction(f"{action!r} is not one of the {self.action_space.n} candidates")
+            raise gym.error.InvalidAction(
+                f"{action!r} is not one of the {self.action_space.n} candidates"
+            )
         continuous = np.asarray(self._candidates(self._observation))[action]
         observation, reward, terminated, truncated, info = self.env.step(continuous)
         self._observation = np.asarray(observation, np.float32)
@@ -987,9 +1123,16 @@ def open_dataset(dataset_id: str) -> Any:
     bundled = BUNDLED_DEMONSTRATIONS / dataset_id / "data"
     with as_user_error(f"cannot read dataset {dataset_id!r}"):
         try:
-            return minari.MinariDataset(bundled) if bundled.exists() else minari.load_dataset(dataset_id)
+            return (
+                minari.MinariDataset(bundled)
+                if bundled.exists()
+                else minari.load_dataset(dataset_id)
+            )
         except FileNotFoundError:
-            print(f"{dataset_id} is not on this machine: fetching it from the Minari hub ...", file=sys.stderr)
+            print(
+                f"{dataset_id} is not on this machine: fetching it from the Minari hub ...",
+                file=sys.stderr,
+            )
     try:
         return minari.load_dataset(dataset_id, download=True)
     except Exception as error:
@@ -998,25 +1141,45 @@ def open_dataset(dataset_id: str) -> Any:
         raise Unavailable(f"cannot download dataset {dataset_id!r} ({reason}): {advice}") from None
 
 
+def float_array(field: str, values: Any) -> np.ndarray:
+    """Numbers as float32; what is too large for that becomes infinite, and is refused as such."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"field {field} holds {array.dtype}, no numbers")
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32)
+
+
 def flatten_observations(space: gym.Space, observations: Any) -> np.ndarray:
-    """A whole episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
-    parts = [observations[key] for key in space] if isinstance(space, gym.spaces.Dict) else [observations]
-    return np.concatenate([np.asarray(part, np.float32).reshape(len(part), -1) for part in parts], axis=1)
+    """An episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
+    parts = [observations]
+    if isinstance(space, gym.spaces.Dict):
+        if not isinstance(observations, dict):
+            raise TypeError("field observations is no Dict, as the environment's are")
+        parts = [observations[key] for key in space]
+    arrays = [float_array("observations", part) for part in parts]
+    return np.concatenate([array.reshape(len(array), -1) for array in arrays], axis=1)
 
 
 def load_demonstrations(
     dataset_id: str, env: gym.Env, sparse: bool = True, num_demos: int | None = None
 ) -> Demonstrations:
-    """Minari episodes as arrays, checked against the environment; the reward is the environment's (see make_env)."""
+    """Minari episodes as arrays, checked against the environment."""
     dataset = open_dataset(dataset_id)
     number = min(dataset.total_episodes, num_demos or sys.maxsize)
     with as_user_error(f"cannot read dataset {dataset_id!r}"):
-        episodes = [read_episode(dataset_id, e, env, sparse) for e in dataset.iterate_episodes(range(number))]
+        episodes = [
+            read_episode(dataset_id, e, env, sparse)
+            for e in dataset.iterate_episodes(range(number))
+        ]
     whole = [episode for episode in episodes if len(episode.actions)]
     if not whole:
         raise UserError(f"dataset {dataset_id!r} holds no steps: choose another with --dataset-id")
     if len(whole) < len(episodes):
-        print(f"{dataset_id}: {len(episodes) - len(whole)} episodes without a step are left out", file=sys.stderr)
+        print(
+            f"{dataset_id}: {len(episodes) - len(whole)} episodes without a step are left out",
+            file=sys.stderr,
+        )
     return Demonstrations(*map(np.concatenate, zip(*whole)))
 
 
@@ -1024,41 +1187,58 @@ def read_episode(dataset_id: str, episode: Any, env: gym.Env, sparse: bool) -> D
     box = env.action_space
     steps = len(episode.actions)
     observations = flatten_observations(env.env.observation_space, episode.observations)
-    rewards = np.asarray(episode.rewards, np.float32)
+    actions = float_array("actions", episode.actions)
+    rewards = float_array("rewards", episode.rewards)
+    terminations = float_array("terminations", episode.terminations)
     if sparse:
         if "success" not in (episode.infos or {}):
             missing = "field infos has no 'success' for a sparse reward: use --reward env"
             raise UserError(f"dataset {dataset_id!r}: {missing}")
-        success = np.asarray(episode.infos["success"], np.float32)
+        success = float_array("infos['success']", episode.infos["success"])
         rewards = success[1:] if len(success) == steps + 1 else success  # one more is the reset's
     for field, array, shape in (
         ("observations", observations, (steps + 1, *env.observation_space.shape)),
-        ("actions", np.asarray(episode.actions), (steps, *box.shape)),
+        ("actions", actions, (steps, *box.shape)),
         ("infos['success']" if sparse else "rewards", rewards, (steps,)),
-        ("terminations", np.asarray(episode.terminations), (steps,)),
-        ("truncations", np.asarray(episode.truncations), (steps,)),
+        ("terminations", terminations, (steps,)),
+        ("truncations", float_array("truncations", episode.truncations), (steps,)),
     ):
         if array.shape != shape:
             needed = f"{env.spec.id} needs {shape}"
-            raise UserError(f"dataset {dataset_id!r}: field {field} has shape {array.shape}, {needed}")
+            raise UserError(
+                f"dataset {dataset_id!r}: field {field} has shape {array.shape}, {needed}"
+            )
         if not np.isfinite(array).all():
-            raise UserError(f"dataset {dataset_id!r}: field {field} of shape {shape} holds NaN or infinite values")
-    actions = np.clip(np.asarray(episode.actions, np.float32), box.low, box.high)
-    terminations = np.asarray(episode.terminations, bool)
+            place = f"dataset {dataset_id!r}: field {field} of shape {shape}"
+            raise UserError(f"{place} holds NaN or infinite values")
     ends = np.arange(steps) == steps - 1
-    return Demonstrations(observations[:-1], actions, rewards, observations[1:], terminations, ends)
+    return Demonstrations(
+        observations[:-1],
+        np.clip(actions, box.low, box.high),
+        rewards,
+        observations[1:],
+        terminations.astype(bool),
+        ends,
+    )
 
 
 def find_demonstrations(args: Args, env: gym.Env) -> tuple[Demonstrations, str, str | None]:
-    """The demonstrations asked for; else the human ones of an Adroit task, or if they cannot be had the bundled ones.
+    """The demonstrations asked for; else an Adroit task's human ones, or failing these the bundled.
 
-    Returns data, id and warning."""
+    Returns data, id and warning.
+    """
     sparse = args.reward == "sparse"
     if args.dataset_id is not None:
-        return load_demonstrations(args.dataset_id, env, sparse, args.num_demos), args.dataset_id, None
+        return (
+            load_demonstrations(args.dataset_id, env, sparse, args.num_demos),
+            args.dataset_id,
+            None,
+        )
     task = re.fullmatch(r"AdroitHand(Door|Hammer|Pen|Relocate)-v\d+", args.env_id)
     if not task:
-        raise UserError(f"{args.env_id} has no default demonstrations: name a Minari dataset with --dataset-id")
+        raise UserError(
+            f"{args.env_id} has no default demonstrations: name a Minari dataset with --dataset-id"
+        )
     default = f"D4RL/{task[1].lower()}/human-v2"
     fallback = f"aquadem/{task[1].lower()}/agent-v0"
     try:
@@ -1067,15 +1247,18 @@ def find_demonstrations(args: Args, env: gym.Env) -> tuple[Demonstrations, str, 
         if not (BUNDLED_DEMONSTRATIONS / fallback).exists():
             raise UserError(f"{error}; and no set for this task is bundled") from None
     warning = (
-        f"NOT HUMAN DEMONSTRATIONS: {default} could not be had, so the bundled {fallback} is used, recorded by our own"
-        " agent (demos/README.md). What comes out is not comparable with the paper."
+        f"NOT HUMAN DEMONSTRATIONS: {default} could not be had, so the bundled {fallback} is used,"
+        " recorded by our own agent (demos/README.md). What comes out is not comparable with the"
+        " paper."
     )
     return load_demonstrations(fallback, env, sparse, args.num_demos), fallback, warning
 
 
 def learned_from(args: Args, demos: Demonstrations) -> int:
-    """How many of the demonstrated steps the candidates learn from: all but those of the last, held-out episodes."""
-    starts = np.concatenate([[0], np.flatnonzero(demos.ends) + 1])  # of every episode, then the end of the data
+    """How many of the demonstrated steps the candidates learn from: all but the held-out ones."""
+    starts = np.concatenate(
+        [[0], np.flatnonzero(demos.ends) + 1]
+    )  # of every episode, then the end of the data
     if args.held_out_episodes >= len(starts) - 1:
         raise UserError("--held-out-episodes leaves no demonstration: give a lower one")
     return int(starts[len(starts) - 1 - args.held_out_episodes])
@@ -1085,11 +1268,12 @@ def check_candidates(args: Args, demos: Demonstrations) -> None:
     learned_from(args, demos)
     different = len(np.unique(demos.actions, axis=0))
     if args.candidates == "kmeans" and args.num_actions > different:
-        raise UserError(f"--num-actions {args.num_actions} is more than the {different} different actions: lower it")
+        there = f"the {different} different actions"
+        raise UserError(f"--num-actions {args.num_actions} is more than {there}: lower it")
 
 
 class FixedCandidates(nn.Module):
-    """The K-means ablation: the same K actions in every state."""
+    """The same K actions in every state."""
 
     num_actions: int
     action_dim: int
@@ -1115,8 +1299,10 @@ def borrowed_candidates(args: Args, network: nn.Module, demos: Demonstrations) -
     return load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
 
 
-def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any) -> np.ndarray:
-    """Every demonstrated action as the index of its nearest candidate, computed once; and a report on how near."""
+def discretise(
+    args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any
+) -> np.ndarray:
+    """Every demonstrated action as the index of its nearest candidate; and a report on how near."""
 
     @jax.jit
     def nearest(observations: jax.Array, actions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -1124,7 +1310,9 @@ def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstration
         index = nearest_candidate(candidates, actions)
         return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
 
-    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory of (chunk, K, D)
+    chunks = [
+        slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)
+    ]  # bounds the memory of (chunk, K, D)
     pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
     indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
     shares = np.bincount(indices, minlength=args.num_actions) / len(indices)
@@ -1141,9 +1329,9 @@ def discretise(args: Args, network: nn.Module, params: Any, demos: Demonstration
 
 # --------------------------------------------------------------- the demonstrator, for comparison
 
-# The paper does not give the settings of its Sinkhorn distance. With these, one distance takes about
-# half a second on a CPU core; on the Door demonstrations (5 episodes against 20) it is 2 percent above
-# the unregularised one.
+# The paper does not give the settings of its Sinkhorn distance. With these, one distance takes
+# about half a second on a CPU core; on the Door demonstrations (5 episodes against 20) it is 2
+# percent above the unregularised one.
 SINKHORN_EPSILON = 0.1  # as the cost: Euclidean distance of normalised states, median 9 on Door
 SINKHORN_POINTS = 1000  # states drawn from either side, without replacement
 SINKHORN_THRESHOLD = 5e-3  # the plan's marginals are off by less than this in total
@@ -1175,13 +1363,19 @@ def sinkhorn_cost(
     costs = geometry.Geometry(cost, epsilon=epsilon)
     problem = linear_problem.LinearProblem(costs, x_weights, y_weights)
     momentum = acceleration.Momentum(start=100)  # same solution in about half the iterations
-    solver = sinkhorn.Sinkhorn(threshold=SINKHORN_THRESHOLD, max_iterations=10_000, momentum=momentum)
+    solver = sinkhorn.Sinkhorn(
+        threshold=SINKHORN_THRESHOLD, max_iterations=10_000, momentum=momentum
+    )
     return solver(problem).primal_cost
 
 
-def draw_states(states: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """SINKHORN_POINTS of the states and their weights. A smaller set is filled up with points of weight
-    0, so that the shape is always the same: one compilation."""
+def draw_states(
+    states: np.ndarray, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """SINKHORN_POINTS of the states and their weights.
+
+    A smaller set is filled up with points of weight 0: one shape, one compilation.
+    """
     drawn = states[generator.permutation(len(states))[:SINKHORN_POINTS]]
     points = np.zeros((SINKHORN_POINTS, states.shape[1]), np.float32)
     points[: len(drawn)] = drawn
@@ -1193,11 +1387,13 @@ def wasserstein(states: np.ndarray, reference: Reference) -> float:
     """The Sinkhorn distance of an agent's states from the demonstrator's."""
     normalised = (states - np.asarray(reference.mean)) / np.asarray(reference.deviation)
     points, weights = draw_states(normalised, np.random.default_rng(SINKHORN_SEED))
-    return float(sinkhorn_cost(points, reference.states, weights, reference.weights, SINKHORN_EPSILON))
+    return float(
+        sinkhorn_cost(points, reference.states, weights, reference.weights, SINKHORN_EPSILON)
+    )
 
 
 def human_scores(states: np.ndarray, ends: np.ndarray, quiet: bool = False) -> np.ndarray:
-    """The Sinkhorn distance of 5 random episodes from the remaining ones, 100 times (section 4.2)."""
+    """The Sinkhorn distance of 5 random episodes from the others, 100 times (section 4.2)."""
     episode = np.cumsum(ends) - ends  # (N,) number of the episode of every step
     generator = np.random.default_rng(SINKHORN_SEED)
     scores = []
@@ -1209,7 +1405,31 @@ def human_scores(states: np.ndarray, ends: np.ndarray, quiet: bool = False) -> n
     return np.array(scores)
 
 
-def make_reference(demos: Demonstrations, quiet: bool = False) -> Reference:
+def human_score_file(dataset_id: str, states: np.ndarray, ends: np.ndarray) -> Path:
+    """Beside Minari's datasets; named after all that the score depends on."""
+    default = os.path.expanduser("~/.minari/datasets")
+    settings = (SINKHORN_EPSILON, SINKHORN_POINTS, SINKHORN_THRESHOLD, SINKHORN_SEED)
+    settings += (HUMAN_EPISODES, HUMAN_REPETITIONS)
+    digest = hashlib.sha256(repr(settings).encode() + states.tobytes() + ends.tobytes()).hexdigest()
+    name = re.sub(r"[^\w.-]", "_", f"human_score_{dataset_id}_{digest[:16]}.json")
+    return Path(os.environ.get("MINARI_DATASETS_PATH", default)) / name
+
+
+def human_quartiles(
+    dataset_id: str, states: np.ndarray, ends: np.ndarray, quiet: bool
+) -> np.ndarray:
+    """Of the human score, which takes a minute: made once per dataset, not in every run."""
+    path = human_score_file(dataset_id, states, ends)
+    with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or not whole
+        return np.array(json.loads(path.read_text()), np.float32).reshape(3)
+    quartiles = np.quantile(human_scores(states, ends, quiet), [0.25, 0.5, 0.75]).astype(np.float32)
+    with contextlib.suppress(OSError):  # what cannot be written there is still in the run folder
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(quartiles.tolist()))
+    return quartiles
+
+
+def make_reference(demos: Demonstrations, dataset_id: str, quiet: bool = False) -> Reference:
     mean = demos.observations.mean(axis=0)
     deviation = demos.observations.std(axis=0)
     varies = deviation > 1e-6  # what never varies is only centred
@@ -1217,11 +1437,11 @@ def make_reference(demos: Demonstrations, quiet: bool = False) -> Reference:
     normalised = (demos.observations - mean) / deviation
     points, weights = draw_states(normalised, np.random.default_rng(SINKHORN_SEED))
     if demos.ends.sum() > HUMAN_EPISODES:
-        human = np.quantile(human_scores(normalised, demos.ends, quiet), [0.25, 0.5, 0.75])
+        human = human_quartiles(dataset_id, normalised, demos.ends, quiet)
     else:
-        human = np.full(3, np.nan)
+        human = np.full(3, np.nan, np.float32)
         warn_of_too_few_episodes(demos)
-    return Reference(mean, deviation, points, weights, human.astype(np.float32))
+    return Reference(mean, deviation, points, weights, human)
 
 
 def warn_of_too_few_episodes(demos: Demonstrations) -> None:
@@ -1235,10 +1455,19 @@ def load_reference(run: Path, obs_dim: int) -> Reference:
     return load_arrays(run / "reference.npz", template)[0]
 
 
+def find_reference(run: "Run", demos: Demonstrations) -> Reference:
+    """Made once, and kept in the run folder."""
+    path = run.folder / "reference.npz"
+    if not path.exists():
+        save_arrays(path, make_reference(demos, run.args.dataset_id, run.args.quiet))
+        run.stop_if_asked()
+    return load_reference(run.folder, demos.observations.shape[1])
+
+
 def evaluate_with_distance(
     policy: Callable[[np.ndarray], Any], envs: list[gym.Env], reference: Reference
-) -> tuple[Evaluation, float]:
-    """`evaluate`, and the Wasserstein distance of the agent's states from the demonstrator's."""
+) -> tuple[Evaluation, dict[str, float]]:
+    """`evaluate`, and how far the agent's states and the human's own are from the human's."""
     visited: list[np.ndarray] = []
 
     def recording_policy(observations: np.ndarray) -> Any:
@@ -1246,75 +1475,63 @@ def evaluate_with_distance(
         return policy(observations)
 
     result = evaluate(recording_policy, envs)
-    acted = np.arange(len(visited)) < result.lengths[:, None]  # (episodes, steps); the rest stands still
+    acted = np.arange(len(visited)) < result.lengths[:, None]  # (episodes, steps)
     states = np.stack(visited, axis=1)[acted]
-    return result, wasserstein(states, reference)
+    low, median, high = map(float, reference.human)
+    distances = {
+        "wasserstein": wasserstein(states, reference),
+        "human_wasserstein_q25": low,
+        "human_wasserstein_median": median,
+        "human_wasserstein_q75": high,
+    }
+    return result, distances
 
 
 # ----------------------------------------------------------------------------- pictures and videos
 
 
 def render(env: gym.Env) -> np.ndarray:
-    with as_user_error("cannot render; install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"):
+    with as_user_error(
+        "cannot render; install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"
+    ):
         return env.render()
+
+
+class Filmed(gym.Wrapper):
+    """Keeps a picture of every step of the present episode."""
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict]:
+        self.frames: list[np.ndarray] = []
+        return self.env.reset(**kwargs)
+
+    def step(self, action: Any) -> tuple:
+        result = self.env.step(action)
+        self.frames.append(render(self.env))
+        return result
+
+
+def film(envs: list[gym.Env]) -> list[np.ndarray]:
+    """What was filmed, episode after episode."""
+    return [frame for env in envs if isinstance(env, Filmed) for frame in env.frames]
 
 
 def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
     import imageio.v2 as imageio
 
     path.parent.mkdir(exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # JAX does not like the fork that starts ffmpeg
+    os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # that takes a fork, which may hang in JAX
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for ffmpeg, too
+    try:
         imageio.mimwrite(path, frames, fps=fps, macro_block_size=8, quality=7)
-
-
-def candidate_picture(candidates: np.ndarray, actions: np.ndarray, steps: Sequence[int], box: Any) -> np.ndarray:
-    """Appendix C, a panel per step: action dimension on x, value on y, one colour per candidate, the demonstration's
-    action in black. candidates (P, K, D), actions (P, D)."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    columns = min(len(steps), 3)
-    rows = -(-len(steps) // columns)
-    figure = Figure(figsize=(3 + 4 * columns, 1 + 3 * rows), dpi=80, layout="constrained")
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    colours = matplotlib.colormaps["turbo"](np.linspace(0, 1, candidates.shape[1]))
-    for panel, (axis, step) in enumerate(zip(axes.flat, steps)):
-        for k, candidate in enumerate(candidates[panel]):
-            axis.plot(candidate, "o-", color=colours[k], lw=1, ms=3, alpha=0.8, label=f"candidate {k}")
-        axis.plot(actions[panel], "o-", color="black", lw=1.5, ms=4, label="demonstrated")
-        axis.set(title=f"step {step}", xlabel="action dimension", ylabel="value")
-        if np.isfinite(box.low).all() and np.isfinite(box.high).all():
-            axis.set_ylim(float(box.low.min()) - 0.3, float(box.high.max()) + 0.3)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="rgba")
-    width, height = figure.canvas.get_width_height()
-    return np.frombuffer(picture.getvalue(), np.uint8).reshape(height, width, 4)[..., :3]
-
-
-def picture_candidates(
-    args: Args, run: Path, network: nn.Module, params: Any, demos: Demonstrations, box: Any, log: Any
-) -> None:
-    """The candidates along the first demonstration (appendix C), as a picture and with --capture-video as a video."""
-    import imageio.v2 as imageio
-
-    length = int(np.argmax(demos.ends)) + 1
-    candidates, actions = np.asarray(network.apply(params, demos.observations[:length])), demos.actions[:length]
-    steps = np.unique(np.linspace(0, length - 1, 6).astype(int))
-    picture = candidate_picture(candidates[steps], actions[steps], steps, box)
-    imageio.imwrite(run / "candidates.png", picture)
-    log.add_image("candidates/along_a_demonstration", picture, 0, dataformats="HWC")
-    if args.capture_video:
-        frames = [candidate_picture(candidates[[t]], actions[[t]], [t], box) for t in range(length)]
-        write_video(run / "videos" / "candidates.mp4", frames, fps=25)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # -------------------------------------------------------------------------------------- run folder
 
 
 def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
-    """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON only, never a pickle."""
+    """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON, no pickle."""
     arrays = {f"leaf_{i:03d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
     with replacing(path) as file:
@@ -1323,7 +1540,7 @@ def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file to write, which takes the path's place when it is whole on disk; if that fails, nothing is left of it."""
+    """A file to write that takes the path's place when it is whole; else nothing is left of it."""
     unfinished = path.with_suffix(".partial")
     try:
         with unfinished.open("wb") as file:
@@ -1341,7 +1558,10 @@ def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
     leaves, structure = jax.tree.flatten(template)
     if not path.exists():
         raise UserError(f"{path} does not exist: name a run folder that has it")
-    with as_user_error(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+    with (
+        as_user_error(f"{path} is not a whole checkpoint"),
+        np.load(path, allow_pickle=False) as file,
+    ):
         arrays = [file[f"leaf_{i:03d}"] for i in range(len(leaves))]
         meta = json.loads(file["meta"].tobytes())
     for array, leaf in zip(arrays, leaves):
@@ -1354,7 +1574,12 @@ def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
 def load_args(run: Path) -> Args:
     with as_user_error(f"{run} is not a run folder of this script"):
         saved = json.loads((run / "args.json").read_text())
-        args = Args(**{field.name: saved.get(field.name, field.default) for field in dataclasses.fields(Args)})
+        args = Args(
+            **{
+                field.name: saved.get(field.name, field.default)
+                for field in dataclasses.fields(Args)
+            }
+        )
         check_args(args)
         return args
 
@@ -1376,19 +1601,23 @@ def typed(transitions: Transition) -> Transition:
 
 def pack(transition: Transition) -> np.ndarray:
     """A transition as one row of float32: the replay's form on disk."""
-    return np.concatenate([np.ravel(part) for part in transition], dtype=np.float32, casting="unsafe")
+    return np.concatenate(
+        [np.ravel(part) for part in transition], dtype=np.float32, casting="unsafe"
+    )
 
 
 def unpack(rows: np.ndarray, template: Transition) -> Transition:
     """Rows (..., size) as transitions of the template's shapes and types."""
     sizes = [math.prod(array.shape[1:]) for array in template]
     parts = np.split(rows, np.cumsum(sizes)[:-1], axis=-1)
-    shaped = [part.reshape((*rows.shape[:-1], *array.shape[1:])) for part, array in zip(parts, template)]
+    shaped = [
+        part.reshape((*rows.shape[:-1], *array.shape[1:])) for part, array in zip(parts, template)
+    ]
     return Transition(*(part.astype(array.dtype) for part, array in zip(shaped, template)))
 
 
 def append_rows(path: Path, rows: list[np.ndarray]) -> None:
-    """The replay on disk: every transition in order, so that a checkpoint writes only what is new."""
+    """The replay on disk: all transitions in order, so a checkpoint writes only what is new."""
     with path.open("ab") as file:
         file.write(b"".join(row.tobytes() for row in rows))
         file.flush()
@@ -1396,7 +1625,7 @@ def append_rows(path: Path, rows: list[np.ndarray]) -> None:
 
 
 def restore_rows(path: Path, count: int, row_size: int) -> np.ndarray:
-    """The first `count` rows; what an interrupted run appended after its last whole checkpoint is cut off."""
+    """The first `count` rows; what was appended after the last whole checkpoint is cut off."""
     size = count * row_size * 4
     if not path.exists() or path.stat().st_size < size:
         raise UserError(f"{path} is shorter than its checkpoint says: this run cannot be resumed")
@@ -1405,7 +1634,7 @@ def restore_rows(path: Path, count: int, row_size: int) -> np.ndarray:
 
 
 def write_rows_until(path: Path, step: int, row: dict[str, Any]) -> None:
-    """Appends to a CSV. Rows from this step on are what an interrupted run had written: replaced."""
+    """Appends to a CSV. Rows from this step on, of an interrupted run, are replaced."""
     kept = [line for line in read_rows(path) if int(line.split(",")[0]) < step]
     header = ",".join(["step", *row])
     new = ",".join(map(str, [step, *row.values()]))
@@ -1423,7 +1652,7 @@ def read_rows(path: Path) -> list[str]:
 
 
 class Run:
-    """One training run: its folder, arguments, log, curve, checkpoints, progress, and the wish to stop."""
+    """One training run: folder, arguments, log, curve, checkpoints, progress, the wish to stop."""
 
     def __init__(self, args: Args, warning: str | None):
         self.args = args
@@ -1439,7 +1668,6 @@ class Run:
         self.log = self.open_log(warning)
         self.bar = tqdm(disable=True)
         self.start_clock(0)
-        self.start_episode()
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -1452,11 +1680,14 @@ class Run:
         args = self.args
         if args.resume:
             return Path(args.resume)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = f"{self.task_name()}__{args.exp_name}__{args.seed}__{int(time.time())}"
         folder = Path("runs") / re.sub(r"[^\w.-]", "_", name)
         with as_user_error(f"cannot make the run folder {folder}"):
             folder.mkdir(parents=True)
         return folder
+
+    def task_name(self) -> str:
+        return self.args.env_id
 
     def lock_folder(self) -> Any:
         """Two processes that write to one folder would spoil it. The lock ends with its process."""
@@ -1465,11 +1696,12 @@ class Run:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"{self.folder} is in use by another process: wait for it or stop it") from None
+            advice = "wait for it or stop it"
+            raise UserError(f"{self.folder} is in use by another process: {advice}") from None
         return file
 
     def write_args(self, warning: str | None) -> None:
-        """The present arguments, so that a longer run that is interrupted again goes on to its new end."""
+        """The present arguments, so that a run made longer keeps its new end when interrupted."""
         saved = {**dataclasses.asdict(self.args), "resume": None, "warning": warning}
         with replacing(self.folder / "args.json") as file:
             file.write(json.dumps(saved, indent=2).encode())
@@ -1483,10 +1715,16 @@ class Run:
             import wandb
 
             with as_user_error("Weights & Biases does not start: run without --track"):
-                wandb.init(project="aquadem", name=self.folder.name, config=arguments, sync_tensorboard=True)
+                wandb.init(
+                    project="aquadem",
+                    name=self.folder.name,
+                    config=arguments,
+                    sync_tensorboard=True,
+                )
         log = SummaryWriter(str(self.folder))
+        # Events are written at once: flush() would not wait for the writer's queue.
         events = log.file_writer.event_writer
-        events.add_event = events._ev_writer.write_event  # at once: flush() would not wait for the writer's queue
+        events.add_event = events._ev_writer.write_event
         table = "\n".join(f"|{key}|{value}|" for key, value in arguments.items())
         log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
         if warning:
@@ -1526,7 +1764,7 @@ class Run:
     def show_progress(self, what: str, total: int, step: int) -> None:
         self.bar.close()
         self.bar = tqdm(desc=what, total=total, initial=step, unit="step", disable=self.args.quiet)
-        self.saved_step = step
+        self.seen_step = step
         self.start_clock(step)
 
     def start_clock(self, step: int) -> None:
@@ -1540,103 +1778,41 @@ class Run:
         yield
         self.logged_time += time.perf_counter() - started
 
-    # ---------------------------------------------------------------- the agent's training
-
-    def start_episode(self) -> None:
-        self.episode_return = 0.0
-        self.episode_length = 0
-        self.success: float | None = None
-
-    def count_step(self, transition: Transition, reward: float, info: dict) -> None:
-        self.unsaved.append(pack(transition))
-        self.episode_return += float(reward)
-        self.episode_length += 1
-        if "success" in info:
-            self.success = max(self.success or 0.0, float(info["success"]))
-        self.bar.update()
-
     def log_update(self, step: int, metrics: dict[str, jax.Array]) -> None:
         values = {tag: float(value) for tag, value in jax.device_get(metrics).items()}
         if not all(map(math.isfinite, values.values())):
             sys.exit(f"error: not finite at step {step}: {values}; lower --learning-rate")
-        if step - self.logged_step >= 1000:
+        if step // 1000 > self.seen_step // 1000:  # a resumed run logs the same steps
             for tag, value in values.items():
                 self.log.add_scalar(tag, value, step)
             speed = (step - self.logged_step) / (time.perf_counter() - self.logged_time)
             self.log.add_scalar("charts/SPS", speed, step)
             self.log.flush()
             self.start_clock(step)
+        self.seen_step = step
+        self.bar.update(step - self.bar.n)
 
-    def end_episode(self, step: int) -> None:
-        self.log.add_scalar("charts/episodic_return", self.episode_return, step)
-        self.log.add_scalar("charts/episodic_length", self.episode_length, step)
-        if self.success is not None:
-            self.log.add_scalar("charts/success", self.success, step)
-        self.last_length = self.episode_length
-        self.start_episode()
-
-    def report(self, step: int, result: Evaluation, params: Any) -> None:
-        """An evaluation into agent.npz, evaluations.csv, TensorBoard and the progress bar."""
+    def report(
+        self, step: int, result: Evaluation, params: Any, envs: list[gym.Env], **scores: float
+    ) -> None:
+        """An evaluation, with further scores of it, into files, TensorBoard and progress bar."""
         save_arrays(self.folder / "agent.npz", params, step=step)
         row = {
             "success_rate": float(np.mean(result.successes)),
             "episodic_return": float(np.mean(result.returns)),
             "episodic_length": float(np.mean(result.lengths)),
+            "episodes": len(result.returns),
+            **scores,
         }
-        for tag, mean in row.items():
-            if math.isfinite(mean):  # an environment need not report success
-                self.log.add_scalar(f"eval/{tag}", mean, step)
-        write_rows_until(self.folder / "evaluations.csv", step, {**row, "episodes": len(result.returns)})
+        for tag, score in row.items():
+            if tag != "episodes" and math.isfinite(score):  # an environment need not report success
+                self.log.add_scalar(f"eval/{tag}", score, step)
+        write_rows_until(self.folder / "evaluations.csv", step, row)
         shown = {"return": f"{row['episodic_return']:.2f}", "success": f"{row['success_rate']:.2f}"}
         self.bar.set_postfix(shown, refresh=False)
-        if result.frames:
-            write_video(self.folder / "videos" / f"step_{step}.mp4", result.frames, self.fps)
-
-    def save_checkpoint_if_due(self, env: gym.Env, state: Any, step: int) -> None:
-        """An environment can be restored between two episodes only, so save before one more passes the limit."""
-        if step + self.last_length <= self.saved_step + self.args.checkpoint_every and not self.signals:
-            return
-        first = not (self.folder / "state.npz").exists()
-        append_rows(self.folder / ("replay.partial" if first else "replay.f32"), self.unsaved)
-        self.log.flush()  # a kill loses what is not written, and a resumed run does not log it again
-        generator = env.unwrapped.np_random.bit_generator.state
-        save_arrays(self.folder / "state.npz", state, step=step, env_generator=generator)
-        if first:
-            (self.folder / "replay.partial").replace(self.folder / "replay.f32")
-        self.unsaved = []
-        self.saved_step = step
-        self.stop_if_asked()
-
-    def restore(self, env: gym.Env, state: Any, replay: Replay) -> tuple[Any, Replay, list[Transition], int]:
-        """Where an interrupted run left off: state, replay, the steps not yet in the replay, and the step."""
-        self.unsaved: list[np.ndarray] = []
-        self.fps = env.metadata.get("render_fps", 30)
-        path = self.folder / "replay.f32"
-        unfinished = self.folder / "replay.partial"
-        if not (self.folder / "state.npz").exists():
-            if path.exists():
-                advice = "bring it back, or delete the replay to start the agent anew"
-                raise UserError(f"{self.folder} has a replay.f32 but no state.npz: {advice}")
-            unfinished.unlink(missing_ok=True)  # of a run that was killed before its first checkpoint was whole
-            return state, replay, [], 0
-        if unfinished.exists():
-            unfinished.replace(path)  # killed at the end of its first checkpoint
-        state, meta = load_arrays(self.folder / "state.npz", state)
-        env.unwrapped.np_random.bit_generator.state = meta["env_generator"]
-        step = meta["step"]
-        stored = step - step % STEPS_PER_CALL
-        template = replay.transitions
-        capacity = len(template.ended)
-        row_size = sum(math.prod(array.shape[1:]) for array in template)
-        rows = restore_rows(path, step, row_size)
-        if not np.isfinite(rows).all():
-            raise UserError(f"{path} holds NaN or infinite values: this run cannot be resumed")
-        kept = np.arange(max(0, stored - capacity), stored)
-        ring = np.zeros((capacity, row_size), np.float32)
-        ring[kept % capacity] = rows[kept]
-        transitions = jax.tree.map(jnp.asarray, unpack(ring, template))
-        block = [unpack(np.array(row), template) for row in rows[stored:]]
-        return state, Replay(transitions, jnp.asarray(stored, jnp.int32)), block, step
+        if frames := film(envs):
+            fps = envs[0].metadata.get("render_fps", 30)
+            write_video(self.folder / "videos" / f"step_{step}.mp4", frames, fps)
 
 
 class CandidateRun(Run):
@@ -1652,6 +1828,13 @@ class CandidateRun(Run):
         save_arrays(self.folder / "candidates.npz", params)
         (self.folder / "candidates_training.npz").unlink(missing_ok=True)
 
+    def save_candidates_along(self, network: nn.Module, params: Any, demos: Demonstrations) -> None:
+        """What `python plot.py candidates RUN` draws: the first demonstration, its candidates."""
+        length = int(np.argmax(demos.ends)) + 1
+        candidates = np.asarray(network.apply(params, demos.observations[:length]))
+        with replacing(self.folder / "candidates_along.npz") as file:
+            np.savez(file, candidates=candidates, actions=demos.actions[:length])
+
     def restore_candidates(self, state: CandidateState) -> tuple[CandidateState, int]:
         path = self.folder / "candidates_training.npz"
         if not path.exists():
@@ -1661,7 +1844,8 @@ class CandidateRun(Run):
 
     def log_candidates(self, step: int, loss: jax.Array, temperature: Any) -> None:
         if not np.isfinite(loss):
-            sys.exit(f"error: the candidate loss is {loss} at step {step}: lower --candidate-learning-rate")
+            problem = f"the candidate loss is {loss} at step {step}"
+            sys.exit(f"error: {problem}: lower --candidate-learning-rate")
         self.log.add_scalar("candidates/loss", float(loss), step)
         self.log.add_scalar("candidates/temperature", float(temperature), step)
         self.log.flush()
@@ -1670,50 +1854,93 @@ class CandidateRun(Run):
 
     def save_candidates(self, step: int, state: CandidateState) -> None:
         if step % (20 * CANDIDATE_STEPS_PER_CALL) == 0 or self.signals:
-            self.log.flush()  # a kill loses what is not written, and a resumed run does not log it again
+            self.log.flush()  # what a kill loses, a resumed run does not log again
             save_arrays(self.folder / "candidates_training.npz", state, step=step)
             self.stop_if_asked()
 
 
-class CandidateImitationRun(CandidateRun):
-    """A run that compares its agent with the demonstrator."""
+class EpisodeRun(Run):
+    """A run that learns from its own episodes: it counts them, its checkpoints have a replay."""
 
-    def __init__(self, args: Args, warning: str | None, demos: Demonstrations):
-        super().__init__(args, warning)
-        self.reference = self.find_reference(demos)
+    def start_episode(self) -> None:
+        self.episode_return = 0.0
+        self.episode_length = 0
+        self.success: float | None = None
 
-    def find_reference(self, demos: Demonstrations) -> Reference:
-        """Made once: the human score takes a minute."""
-        if not (self.folder / "reference.npz").exists():
-            save_arrays(self.folder / "reference.npz", make_reference(demos, self.args.quiet))
-            self.stop_if_asked()
-        return load_reference(self.folder, demos.observations.shape[1])
+    def count_step(self, transition: Transition, reward: float, info: dict) -> None:
+        self.unsaved.append(pack(transition))
+        self.episode_return += float(reward)
+        self.episode_length += 1
+        if "success" in info:
+            self.success = max(self.success or 0.0, float(info["success"]))
+        self.bar.update()
 
-    def report(self, step: int, result: Evaluation, distance: float, params: Any) -> None:
-        """An evaluation into agent.npz, evaluations.csv, TensorBoard and the progress bar."""
-        save_arrays(self.folder / "agent.npz", params, step=step)
-        low, median, high = map(float, self.reference.human)
-        row = {
-            "success_rate": float(np.mean(result.successes)),
-            "episodic_return": float(np.mean(result.returns)),
-            "episodic_length": float(np.mean(result.lengths)),
-            "episodes": len(result.returns),
-            "wasserstein": distance,
-            "human_wasserstein_q25": low,
-            "human_wasserstein_median": median,
-            "human_wasserstein_q75": high,
-        }
-        for tag, score in row.items():
-            if tag != "episodes" and math.isfinite(score):  # an environment need not report success
-                self.log.add_scalar(f"eval/{tag}", score, step)
-        write_rows_until(self.folder / "evaluations.csv", step, row)
-        shown = {"success": f"{row['success_rate']:.2f}", "wasserstein": f"{distance:.2f}"}
-        self.bar.set_postfix(shown, refresh=False)
-        if result.frames:
-            write_video(self.folder / "videos" / f"step_{step}.mp4", result.frames, self.fps)
+    def end_episode(self, step: int) -> None:
+        self.log.add_scalar("charts/episodic_return", self.episode_return, step)
+        self.log.add_scalar("charts/episodic_length", self.episode_length, step)
+        if self.success is not None:
+            self.log.add_scalar("charts/success", self.success, step)
+        self.last_length = self.episode_length
+        self.start_episode()
+
+    def save_checkpoint_if_due(self, env: gym.Env, state: Any, step: int) -> None:
+        """An environment can be restored between episodes only: save before one passes the end."""
+        next_end = step + self.last_length
+        if next_end <= self.saved_step + self.args.checkpoint_every and not self.signals:
+            return
+        first = not (self.folder / "state.npz").exists()
+        append_rows(self.folder / ("replay.partial" if first else "replay.f32"), self.unsaved)
+        self.log.flush()  # what a kill loses, a resumed run does not log again
+        generator = env.unwrapped.np_random.bit_generator.state
+        save_arrays(self.folder / "state.npz", state, step=step, env_generator=generator)
+        if first:
+            (self.folder / "replay.partial").replace(self.folder / "replay.f32")
+        self.unsaved = []
+        self.saved_step = step
+        self.stop_if_asked()
+
+    def restore(
+        self, env: gym.Env, state: Any, replay: Replay
+    ) -> tuple[Any, Replay, list[Transition], int]:
+        """Where an interrupted run left off: state, replay, steps not yet in it, and the step."""
+        self.start_episode()
+        self.unsaved: list[np.ndarray] = []
+        self.saved_step = 0
+        path = self.folder / "replay.f32"
+        unfinished = self.folder / "replay.partial"
+        if not (self.folder / "state.npz").exists():
+            if path.exists():
+                advice = "bring it back, or delete the replay to start the agent anew"
+                raise UserError(f"{self.folder} has a replay.f32 but no state.npz: {advice}")
+            # Killed before its first checkpoint was whole.
+            unfinished.unlink(missing_ok=True)
+            return state, replay, [], 0
+        if unfinished.exists():
+            unfinished.replace(path)  # killed at the end of its first checkpoint
+        state, meta = load_arrays(self.folder / "state.npz", state)
+        env.unwrapped.np_random.bit_generator.state = meta["env_generator"]
+        step = meta["step"]
+        self.saved_step = step
+        stored = step - step % STEPS_PER_CALL
+        template = replay.transitions
+        capacity = len(template.ended)
+        row_size = sum(math.prod(array.shape[1:]) for array in template)
+        rows = restore_rows(path, step, row_size)
+        if not np.isfinite(rows).all():
+            raise UserError(f"{path} holds NaN or infinite values: this run cannot be resumed")
+        kept = np.arange(max(0, stored - capacity), stored)
+        ring = np.zeros((capacity, row_size), np.float32)
+        ring[kept % capacity] = rows[kept]
+        transitions = jax.tree.map(jnp.asarray, unpack(ring, template))
+        block = [unpack(np.array(row), template) for row in rows[stored:]]
+        return state, Replay(transitions, jnp.asarray(stored, jnp.int32)), block, step
 
 
-# ------------------------------------------------------------------------- evaluation of a saved run
+class AgentRun(CandidateRun, EpisodeRun):
+    """Candidates first, then episodes."""
+
+
+# ------------------------------------------------------------------------ evaluation of a saved run
 
 
 def wilson_interval(successes: np.ndarray, z: float = 1.96) -> tuple[float, float]:
@@ -1724,7 +1951,7 @@ def wilson_interval(successes: np.ndarray, z: float = 1.96) -> tuple[float, floa
 
 
 def print_success(successes: np.ndarray, seen: int) -> None:
-    """With its interval; and once more for the states that no evaluation of the training began in."""
+    """With its interval; and once more for the states that training never evaluated."""
     if np.isnan(successes).any():  # an environment need not report it
         return
     low, high = wilson_interval(successes)
@@ -1734,6 +1961,12 @@ def print_success(successes: np.ndarray, seen: int) -> None:
         low, high = wilson_interval(fresh)
         where = f"on the {len(fresh)} states that training never evaluated"
         print(f"success {fresh.mean():.3f} ({low:.3f} to {high:.3f}) {where}")
+
+
+def print_distances(distances: dict[str, float]) -> None:
+    distance, low, median, high = distances.values()
+    quartiles = f"quartiles {low:.3f} and {high:.3f}"
+    print(f"Wasserstein distance {distance:.3f}; human {median:.3f} ({quartiles})")
 
 
 def measure_imitation(args: Args) -> None:
@@ -1753,20 +1986,17 @@ def measure_imitation(args: Args) -> None:
     q_params, meta = load_arrays(run / "agent.npz", template)
     policy = make_policy(q_network, network, box)
     key = jax.random.PRNGKey(0)
-
-    def greedy(observations: np.ndarray) -> jax.Array:
-        return policy(q_params, candidate_params, observations, key, epsilon=0.0)[0]
-
-    result, distance = evaluate_with_distance(greedy, envs, reference)
+    result, distances = evaluate_with_distance(
+        lambda x: policy(q_params, candidate_params, x, key, epsilon=0.0)[0], envs, reference
+    )
     print(f"{run}, step {meta['step']}, {len(envs)} episodes")
     half = 1.96 * result.returns.std(ddof=1) / math.sqrt(len(envs)) if len(envs) > 1 else math.nan
     print(f"return  {result.returns.mean():.3f} +- {half:.3f}")
     print_success(result.successes, saved.eval_episodes)
-    low, median, high = map(float, reference.human)
-    print(f"Wasserstein distance {distance:.3f}; human {median:.3f} (quartiles {low:.3f} and {high:.3f})")
-    if result.frames:
+    print_distances(distances)
+    if frames := film(envs):
         path = run / "videos" / f"evaluation_{meta['step']}.mp4"
-        write_video(path, result.frames, envs[0].metadata.get("render_fps", 30))
+        write_video(path, frames, envs[0].metadata.get("render_fps", 30))
         print(f"video   {path}")
 
 
@@ -1774,7 +2004,10 @@ def check_end_is_ahead(run: Path, argument: str, end: int) -> None:
     """A resumed run may be given another end, but none that its checkpoint has passed."""
     path = run / "state.npz"
     if path.exists():
-        with as_user_error(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+        with (
+            as_user_error(f"{path} is not a whole checkpoint"),
+            np.load(path, allow_pickle=False) as file,
+        ):
             step = json.loads(file["meta"].tobytes())["step"]
         if step > end:
             raise UserError(f"{run} is at step {step} already: give {argument} no less")
@@ -1784,7 +2017,15 @@ def resumed_args(args: Args) -> Args:
     """The run's own arguments; only what does not change the learning may be given anew."""
     saved = load_args(Path(args.resume))
     changed = tyro.cli(Args, default=dataclasses.replace(saved, resume=args.resume))
-    free = {"resume", "total_timesteps", "eval_every", "checkpoint_every", "capture_video", "track", "quiet"}
+    free = {
+        "resume",
+        "total_timesteps",
+        "eval_every",
+        "checkpoint_every",
+        "capture_video",
+        "track",
+        "quiet",
+    }
     for field in dataclasses.fields(Args):
         if field.name not in free and getattr(changed, field.name) != getattr(saved, field.name):
             raise UserError(f"{option(field.name)} cannot be changed by --resume: start a new run")
@@ -1798,7 +2039,7 @@ def errors_on_one_line() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

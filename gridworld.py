@@ -47,12 +47,7 @@ GOAL_RADIUS = 0.05
 CROSSROADS = 0.5  # the bottom-left region: both coordinates are below this
 MAX_STEPS = 100  # then an episode is truncated
 
-TEMPERATURES = (
-    0.001,
-    0.01,
-    0.1,
-    10.0,
-)  # of figure 3; squared distances of directions are at most 4
+TEMPERATURES = (0.001, 0.01, 0.1, 10.0)  # of figure 3; squared distances are at most 4
 ANNEALING_K = 3  # candidates where a constant T is compared with an annealed one,
 ANNEALING_TEMPERATURE = 0.001  # with this T, or down to it,
 INITIALISATIONS = 5  # from so many initialisations: whether a head dies is a matter of luck
@@ -60,10 +55,11 @@ IN_USE = 0.01  # a head is in use if it is the nearest one for this share of dem
 
 BLOCK = 100  # gradient steps in one call, between two pictures of the animation
 ROLLOUTS = 100
-EVALUATION_SEED = 2**31  # rollouts start where no demonstration did; --seed stays below it
+EVALUATION_SEED = 2**31  # evaluation episode i starts from this + i; --seed stays below it
 GRID_AXIS = np.linspace(0, 1, 11, dtype=np.float32)
 GRID_X, GRID_Y = np.meshgrid(GRID_AXIS, GRID_AXIS)
 GRID = np.column_stack([GRID_X.ravel(), GRID_Y.ravel()])  # (121, 2) where fields are drawn
+Optimizer = optax.GradientTransformation
 
 
 @dataclasses.dataclass
@@ -190,27 +186,8 @@ def state_action_pairs(episodes: list[Episode]) -> tuple[np.ndarray, np.ndarray]
 # ----------------------------------------------------------------------------- network and loss
 
 
-@jax.custom_vjp
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x @ kernel. JAX's own gradient of the kernel can come out transposed, and Adam then reads it across the memory:
-    with this one a step of the candidates takes a sixth less time on a CPU."""
-    return x @ kernel
-
-
-def product_gradients(inputs: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = inputs
-    return gradient @ kernel.T, x.reshape(-1, x.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
-
-
-product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), product_gradients)
-
-
-def dense(width: int, init: Callable) -> nn.Dense:
-    return nn.Dense(width, kernel_init=init, dot_general=lambda x, kernel, *_, **__: product(x, kernel))
-
-
 class CandidateNetwork(nn.Module):
-    """Psi of equation 1: (..., obs) -> (..., K, action_dim). A shared torso, then one small MLP per candidate."""
+    """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate."""
 
     num_actions: int
     action_dim: int
@@ -224,40 +201,31 @@ class CandidateNetwork(nn.Module):
         batch_dims = tuple(range(observations.ndim - 1))
 
         def dropout(rate: float, x: jax.Array) -> jax.Array:
-            # One mask for the whole batch, as in the authors' code: same expected loss, hardly any random numbers.
+            # One mask for the whole batch, as in the authors' code.
             return nn.Dropout(rate, broadcast_dims=batch_dims, deterministic=not train)(x)
 
         x = dropout(self.input_dropout, observations)
         for width in self.torso:
             x = nn.relu(dense(width, nn.initializers.xavier_uniform())(x))
             x = dropout(self.hidden_dropout, x)
-        for layer, width in enumerate([*self.head, self.action_dim]):
-            # The first layer of all heads reads the same x, so it is one plain matmul; the others are batched over k.
-            first, fan_in, heads = layer == 0, x.shape[-1], self.num_actions
-            xavier = nn.initializers.variance_scaling(
-                1.0, "fan_avg", "uniform", in_axis=0 if first else 1, out_axis=2, batch_axis=1 if first else 0
-            )
-            shape = (fan_in, heads, width) if first else (heads, fan_in, width)
-            kernel = self.param(f"head_{layer}_kernel", xavier, shape)
-            bias = self.param(f"head_{layer}_bias", nn.initializers.zeros, (heads, width))
-            if first:
-                x = product(x, kernel.reshape(fan_in, -1)).reshape(*x.shape[:-1], heads, width) + bias
-            else:
-                x = jnp.einsum("...ki,kio->...ko", x, kernel) + bias
-            if layer < len(self.head):
-                x = dropout(self.hidden_dropout, nn.relu(x))
-        return x
+        for layer, width in enumerate(self.head):
+            x = nn.relu(dense_per_head(self, layer, width, x))  # (..., K, width)
+            x = dropout(self.hidden_dropout, x)
+        return dense_per_head(self, len(self.head), self.action_dim, x)
 
 
 def soft_min_loss(candidates: jax.Array, actions: jax.Array, temperature: float) -> jax.Array:
-    """Equation 1 in the form f_T of appendix B. candidates (B, K, D), actions (B, D)."""
+    """Equation 1 as f_T of appendix B: between minimum (T -> 0) and mean of the squared distances.
+
+    candidates (B, K, D), actions (B, D).
+    """
     distances = jnp.sum((candidates - actions[:, None, :]) ** 2, axis=-1)  # (B, K)
     log_mean = jax.nn.logsumexp(-distances / temperature, axis=-1) - jnp.log(candidates.shape[1])
     return jnp.mean(-temperature * log_mean)
 
 
 def nearest_candidate(candidates: jax.Array, actions: jax.Array) -> jax.Array:
-    """Index of the candidate with the smallest Euclidean distance. (..., K, D), (..., D) -> (...)."""
+    """Index of the candidate at the smallest Euclidean distance. (..., K, D), (..., D) -> (...)."""
     return jnp.argmin(jnp.sum((candidates - actions[..., None, :]) ** 2, axis=-1), axis=-1)
 
 
@@ -271,32 +239,35 @@ class CandidateState(NamedTuple):
     key: jax.Array
 
 
-def annealed_temperature(step: jax.Array, start: float, end: float, steps: int) -> jax.Array | float:
-    """T falls geometrically from start to end over the first half of the steps, then stays (not in the paper).
+def annealed_temperature(args: Args, step: jax.Array) -> jax.Array | float:
+    """T falls geometrically over the first half of the steps, then stays (ours, not the paper's).
 
-    With a constant small T, a candidate that is never the nearest one gets no gradient and stays as it was initialised.
+    With a constant small T, the head of a candidate that is never the nearest one gets no gradient.
     """
-    if start == end:
-        return end
-    return start * (end / start) ** jnp.minimum(step / (0.5 * steps), 1.0)
+    if args.temperature_start == args.temperature:
+        return args.temperature
+    progress = jnp.minimum(step / (0.5 * args.candidate_steps), 1.0)
+    return args.temperature_start * (args.temperature / args.temperature_start) ** progress
 
 
-def make_candidate_update(network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
+def make_candidate_update(network: nn.Module, optimizer: Optimizer, args: Args) -> Callable:
     """`steps` gradient steps on equation 1 in one call; returns the mean loss."""
 
-    def loss_fn(params: Any, observations: jax.Array, actions: jax.Array, step: jax.Array, key: jax.Array) -> jax.Array:
+    def loss_fn(params: Any, pairs: tuple, temperature: jax.Array, key: jax.Array) -> jax.Array:
+        observations, actions = pairs
         candidates = network.apply(params, observations, train=True, rngs={"dropout": key})
-        temperature = annealed_temperature(step, args.temperature_start, args.temperature, args.candidate_steps)
         return soft_min_loss(candidates, actions, temperature)
 
     def update(state: CandidateState, observations: jax.Array, actions: jax.Array, steps: int):
         def step(state: CandidateState, _: None) -> tuple[CandidateState, jax.Array]:
             key, batch_key, dropout_key = jax.random.split(state.key, 3)
             batch = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
-            pairs = observations[batch], actions[batch]
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, *pairs, state.step, dropout_key)
-            updates, opt_state = optimizer.update(grads, state.opt_state)
-            return CandidateState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, key), loss
+            pairs = (observations[batch], actions[batch])
+            temperature = annealed_temperature(args, state.step)
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, pairs, temperature, dropout_key)
+            changes, opt_state = optimizer.update(grads, state.opt_state)
+            params = optax.apply_updates(state.params, changes)
+            return CandidateState(params, opt_state, state.step + 1, key), loss
 
         state, losses = jax.lax.scan(step, state, None, length=steps)
         return state, jnp.mean(losses)
@@ -437,9 +408,10 @@ def train(args: Args) -> Results:
     return Results(demos, by_k, by_temperature, constant, annealed, rollouts)
 
 
-# ==============================================================================================
-# plumbing: checks, errors, figures, the animation and the command line
-# ==============================================================================================
+# ================================================================================================
+# Plumbing. The paper ends here: what follows is checks, figures, the animation and the command
+# line. Nothing below is needed to understand the algorithm.
+# ================================================================================================
 
 # Paul Tol's high-contrast blue, red and yellow stay apart for the colour-blind and in grey print;
 # then his bright ones.
@@ -513,6 +485,55 @@ def head_order(field: np.ndarray) -> list[int]:
     return [first, *rest[-1:], *rest[:-1]]
 
 
+# ------------------------------------------------------------------------------------ fast layers
+
+
+@jax.custom_vjp
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x @ kernel, a sixth faster in a step of the candidates on a CPU.
+
+    JAX's own gradient of the kernel can come out transposed; Adam then reads across the memory.
+    """
+    return x @ kernel
+
+
+def product_gradients(
+    inputs: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, kernel = inputs
+    return gradient @ kernel.T, x.reshape(-1, x.shape[-1]).T @ gradient.reshape(
+        -1, gradient.shape[-1]
+    )
+
+
+product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), product_gradients)
+
+
+def dense(width: int, init: Callable) -> nn.Dense:
+    return nn.Dense(
+        width, kernel_init=init, dot_general=lambda x, kernel, *_, **__: product(x, kernel)
+    )
+
+
+def dense_per_head(module: nn.Module, layer: int, width: int, x: jax.Array) -> jax.Array:
+    """One layer of all candidates' MLPs: (..., fan_in), later (..., K, fan_in) -> (..., K, width).
+
+    The first layer of all heads reads the same x, so it is one plain product.
+    """
+    heads = module.num_actions
+    fan_in = x.shape[-1]
+    first = layer == 0
+    axes = {"in_axis": 0, "batch_axis": 1} if first else {"in_axis": 1, "batch_axis": 0}
+    xavier = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform", out_axis=2, **axes)
+    shape = (fan_in, heads, width) if first else (heads, fan_in, width)
+    kernel = module.param(f"head_{layer}_kernel", xavier, shape)
+    bias = module.param(f"head_{layer}_bias", nn.initializers.zeros, (heads, width))
+    if first:
+        flat = product(x, kernel.reshape(fan_in, -1))
+        return flat.reshape(*x.shape[:-1], heads, width) + bias
+    return jnp.einsum("...ki,kio->...ko", x, kernel) + bias
+
+
 # ---------------------------------------------------------------------------- fits and measures
 
 
@@ -584,7 +605,9 @@ def head_colours(k: int) -> Sequence[Any]:
     return HEAD_COLOURS[:k]
 
 
-def new_figure(panels: int, columns: int, title: str, panel: float = 3.2) -> tuple[Any, Sequence[Any]]:
+def new_figure(
+    panels: int, columns: int, title: str, panel: float = 3.2
+) -> tuple[Any, Sequence[Any]]:
     """A figure of its own, because pyplot keeps global state.
 
     An inch is room for title and legend.

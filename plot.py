@@ -13,16 +13,22 @@ while the candidates are trained; of a run folder only TensorBoard's events have
     python plot.py runs/* --metric success --out success.png
     python plot.py docs/results/curves/AdroitHandDoor-v1__*.csv --human-success 0.32 --out door.svg
     python plot.py runs/*gail* --metric wasserstein --title "Imitation on Door"
+
+The candidates of a run along its first demonstration (appendix C), as a picture and, if asked for, as a video:
+
+    python plot.py candidates runs/AdroitHandDoor-v1__aquadqn__1__1700000000 --video
 """
 
 import csv
 import dataclasses
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import tyro
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -36,7 +42,17 @@ METRICS = {
 HUMAN = [f"human_wasserstein_{name}" for name in ("q25", "median", "q75")]
 # Okabe and Ito's palette, told apart by every kind of colour vision. The same algorithm always has the same colour and
 # dash; dashed lines begin where the colours are used up.
-PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999", "#000000"]
+PALETTE = [
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#F0E442",
+    "#999999",
+    "#000000",
+]
 # What the legend calls a run with this exp_name; others are called by their exp_name.
 LEGEND = {
     "aquadqn": "AQuaDQN",
@@ -62,8 +78,13 @@ LEGEND = {
     "aquadqn_k10_t0.001": "AQuaDQN, K = 10",
     "aquadqn_k15_t0.001": "AQuaDQN, K = 15",
     "aquadqn_k20_t0.001": "AQuaDQN, K = 20",
+    "aquadqn_annealed": "AQuaDQN, annealed T and averaged Q-network",
 }
-WITHOUT_ENVIRONMENT_STEPS = ("bc", "bc10", "mdn")  # drawn as horizontal lines beside other algorithms
+WITHOUT_ENVIRONMENT_STEPS = (
+    "bc",
+    "bc10",
+    "mdn",
+)  # drawn as horizontal lines beside other algorithms
 OFFLINE = {*WITHOUT_ENVIRONMENT_STEPS, "aquacql"}
 
 
@@ -81,6 +102,14 @@ class Args:
     """success rate of the demonstrations, drawn as a line in every panel"""
 
 
+@dataclasses.dataclass
+class CandidateArgs:
+    run: Annotated[Path, tyro.conf.Positional]
+    """run folder; the picture is written there, as candidates.png"""
+    video: bool = False
+    """candidates.mp4 too: a frame for every step of the demonstration"""
+
+
 class Curve(NamedTuple):
     env_id: str
     algorithm: str
@@ -92,7 +121,10 @@ class Curve(NamedTuple):
 def table_scores(path: Path) -> dict[int, dict[str, float]]:
     """Step -> the scores of that evaluation."""
     with path.open() as file:
-        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+        rows = [
+            {key: float(value) for key, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
     return {int(row["step"]): row for row in rows}
 
 
@@ -125,14 +157,18 @@ def read_curve(path: Path, column: str) -> Curve | None:
         return None
     rows = list(scores.values())
     human = np.array([rows[-1][key] for key in HUMAN]) if HUMAN[0] in rows[-1] else None
-    return Curve(parts[0], parts[1], np.array(list(scores)), np.array([row[column] for row in rows]), human)
+    return Curve(
+        parts[0], parts[1], np.array(list(scores)), np.array([row[column] for row in rows]), human
+    )
 
 
 def quartiles(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
     """The steps that all seeds have, and the three quartiles of their values: (S,), (3, S)."""
     steps = sorted(set.intersection(*(set(curve.steps) for curve in curves)))
     if not steps:
-        sys.exit(fail(f"the seeds of {curves[0].algorithm} have no step in common: draw them one by one"))
+        sys.exit(
+            fail(f"the seeds of {curves[0].algorithm} have no step in common: draw them one by one")
+        )
     values = [[dict(zip(curve.steps, curve.values))[step] for step in steps] for curve in curves]
     return np.array(steps), np.percentile(values, [25, 50, 75], axis=0)
 
@@ -171,7 +207,9 @@ def draw_panel(axis: Axes, curves: list[Curve], algorithms: list[str], metric: s
     axis.set_xlabel("gradient steps" if in_gradient_steps else "environment steps")
 
 
-def draw(curves: list[Curve], metric: str, title: str = "", human_success: float | None = None) -> Figure:
+def draw(
+    curves: list[Curve], metric: str, title: str = "", human_success: float | None = None
+) -> Figure:
     tasks, algorithms = sorted({c.env_id for c in curves}), sorted({c.algorithm for c in curves})
     columns, rows = min(len(tasks), 3), -(-len(tasks) // 3)
     figure = Figure(figsize=(1 + 5 * columns, 3.6 * rows), dpi=120, layout="constrained")
@@ -190,16 +228,84 @@ def draw(curves: list[Curve], metric: str, title: str = "", human_success: float
     return figure
 
 
+def candidate_figure(
+    candidates: np.ndarray,  # (P, K, D)
+    actions: np.ndarray,  # (P, D)
+    steps: list[int],
+) -> Figure:
+    """A panel per step: action dimension on x, value on y, the demonstrated action in black."""
+    columns = min(len(steps), 3)
+    rows = -(-len(steps) // columns)
+    size = (3 + 4 * columns, 1 + 3 * rows)
+    figure = Figure(figsize=size, dpi=80, layout="constrained")
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    colours = colormaps["turbo"](np.linspace(0, 1, candidates.shape[1]))
+    for panel, (axis, step) in enumerate(zip(axes.flat, steps)):
+        for k, candidate in enumerate(candidates[panel]):
+            look = {"color": colours[k], "lw": 1, "ms": 3, "alpha": 0.8}
+            axis.plot(candidate, "o-", label=f"candidate {k}", **look)
+        axis.plot(actions[panel], "o-", color="black", lw=1.5, ms=4, label="demonstrated")
+        axis.set(title=f"step {step}", xlabel="action dimension", ylabel="value")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    return figure
+
+
+def draw_candidates(args: CandidateArgs) -> None:
+    path = args.run / "candidates_along.npz"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            candidates, actions = file["candidates"], file["actions"]
+    except (OSError, ValueError, KeyError):
+        sys.exit(
+            fail(f"{path} is not there or not whole: name the folder of a run with candidates")
+        )
+    steps = np.unique(np.linspace(0, len(actions) - 1, 6).astype(int)).tolist()
+    figure = candidate_figure(candidates[steps], actions[steps], steps)
+    figure.savefig(args.run / "candidates.png")
+    if args.video:
+        write_candidate_video(args.run / "candidates.mp4", candidates, actions)
+
+
+def write_candidate_video(path: Path, candidates: np.ndarray, actions: np.ndarray) -> None:
+    import imageio.v2 as imageio
+
+    limits = (min(candidates.min(), actions.min()), max(candidates.max(), actions.max()))
+    with imageio.get_writer(path, fps=25, macro_block_size=8, quality=7) as video:
+        for step in range(len(actions)):
+            figure = candidate_figure(candidates[[step]], actions[[step]], [step])
+            figure.axes[0].set_ylim(*limits)
+            picture = io.BytesIO()
+            figure.savefig(picture, format="rgba")
+            width, height = figure.canvas.get_width_height()
+            pixels = np.frombuffer(picture.getvalue(), np.uint8).reshape(height, width, 4)
+            video.append_data(pixels[..., :3])
+
+
 def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
+    if sys.argv[1:2] == ["candidates"]:
+        draw_candidates(tyro.cli(CandidateArgs, args=sys.argv[2:], description=__doc__))
+    else:
+        draw_curves(tyro.cli(Args, description=__doc__))
+
+
+def draw_curves(args: Args) -> None:
     if args.out.suffix not in (".png", ".svg"):
         sys.exit(fail(f"--out is {args.out}: name a .png or .svg file"))
     try:
         curves = [curve for path in args.paths if (curve := read_curve(path, METRICS[args.metric]))]
     except (ValueError, KeyError, TypeError) as error:
-        sys.exit(fail(f"a CSV file is not one of ours ({error}): give run folders or files as in docs/results/curves"))
+        sys.exit(
+            fail(
+                f"a CSV file is not one of ours ({error}): give run folders or files as in docs/results/curves"
+            )
+        )
     if not curves:
-        sys.exit(fail(f"none of the {len(args.paths)} paths is a run with {args.metric}: see python plot.py --help"))
+        sys.exit(
+            fail(
+                f"none of the {len(args.paths)} paths is a run with {args.metric}: see python plot.py --help"
+            )
+        )
     figure = draw(curves, args.metric, args.title, args.human_success)
     try:
         figure.savefig(args.out)

@@ -39,8 +39,9 @@ from minari.storage import get_dataset_path
 from tqdm import tqdm
 
 import aquadqn
+import aquaplay
 import sac_baselines
-from aquaplay import EVALUATION_SEED, PLAY, UserError, as_user_error, make_desk, render, write_video
+from aquaplay import EVALUATION_SEED, PLAY, UserError, as_user_error, render, write_video
 from robodesk_env import BASE_TASKS, TASKS, Desk
 
 FIRST_SEED = 1_000_000_000  # of AQuaDQN's rollouts: neither training nor evaluation starts an episode from these
@@ -122,12 +123,18 @@ def require(condition: Any, message: str) -> None:
 
 def check_dataset_id(dataset_id: str) -> None:
     well_formed = re.fullmatch(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+", dataset_id)
-    require(well_formed, f"{dataset_id!r} is not a Minari id: give --dataset-id one like me/hopper/medium-v0")
+    require(
+        well_formed,
+        f"{dataset_id!r} is not a Minari id: give --dataset-id one like me/hopper/medium-v0",
+    )
 
 
 def require_new(dataset_id: str) -> None:
     exists = Path(get_dataset_path(dataset_id)).exists()
-    require(not exists, f"dataset {dataset_id!r} exists already: delete it first, or give --dataset-id another id")
+    require(
+        not exists,
+        f"dataset {dataset_id!r} exists already: delete it first, or give --dataset-id another id",
+    )
 
 
 @contextlib.contextmanager
@@ -169,7 +176,9 @@ def load_policy(run: Path, env: gym.Env) -> Callable:
     q_params, _ = aquadqn.load_arrays(run / "agent.npz", template)
     candidate_params = aquadqn.load_candidates(run, network, obs_dim)
     policy = aquadqn.make_policy(q_network, network, env.action_space)
-    return lambda observation, key, epsilon: policy(q_params, candidate_params, observation, key, epsilon=epsilon)
+    return lambda observation, key, epsilon: policy(
+        q_params, candidate_params, observation, key, epsilon=epsilon
+    )
 
 
 def roll_out_episode(env: gym.Env, policy: Callable, seed: int, epsilon: float) -> EpisodeBuffer:
@@ -207,7 +216,11 @@ def compress(path: Path) -> None:
             if isinstance(item, h5py.Group):
                 new = target.require_group(name)
             else:
-                options = {"compression": "gzip", "compression_opts": 9, "shuffle": True} if item.shape else {}
+                options = (
+                    {"compression": "gzip", "compression_opts": 9, "shuffle": True}
+                    if item.shape
+                    else {}
+                )
                 new = target.create_dataset(name, data=item[()], **options)
             new.attrs.update(item.attrs)
 
@@ -215,7 +228,9 @@ def compress(path: Path) -> None:
     smaller.replace(path)
 
 
-def record_successes(env: gym.Env, policy: Callable, args: RolloutsArgs) -> tuple[list[EpisodeBuffer], int]:
+def record_successes(
+    env: gym.Env, policy: Callable, args: RolloutsArgs
+) -> tuple[list[EpisodeBuffer], int]:
     """The first successful episodes, and how many were tried for them."""
     buffers, tried, most = [], 0, TRIES_PER_EPISODE * args.episodes
     progress = tqdm(total=args.episodes, unit="episode", disable=args.quiet)
@@ -242,8 +257,12 @@ def record_agent(args: RolloutsArgs) -> None:
         dataset = minari.create_dataset_from_buffers(
             name,
             buffers,
-            env=dataclasses.replace(env.unwrapped.spec, max_episode_steps=env.spec.max_episode_steps),
-            observation_space=gym.spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32),
+            env=dataclasses.replace(
+                env.unwrapped.spec, max_episode_steps=env.spec.max_episode_steps
+            ),
+            observation_space=gym.spaces.Box(
+                -np.inf, np.inf, env.observation_space.shape, np.float32
+            ),
             action_space=env.action_space,
             algorithm_name=f"AQuaDQN, epsilon {args.epsilon}, trained on {saved.dataset_id}",
             description=f"{len(buffers)} successful of {tried} episodes of {saved.env_id}",
@@ -265,7 +284,9 @@ def require_flat(env: gym.Env) -> None:
     require(flat, f"{env.spec.id} has dictionary observations: record.py needs a Box")
 
 
-def roll_out_policy(policy: Callable, params: Any, env: gym.Env, steps: int, seed: int, quiet: bool) -> np.ndarray:
+def roll_out_policy(
+    policy: Callable, params: Any, env: gym.Env, steps: int, seed: int, quiet: bool
+) -> np.ndarray:
     """Rows of a replay from the policy as it explores, episode after episode; the last one may be cut."""
     key, rows = jax.random.PRNGKey(seed), []
     observation = np.asarray(env.reset(seed=EVALUATION_SEED - 1 - seed)[0], np.float32)
@@ -273,9 +294,15 @@ def roll_out_policy(policy: Callable, params: Any, env: gym.Env, steps: int, see
         action, key = policy(params, observation, key, mode="sample")
         next_observation, reward, terminated, truncated, _ = env.step(np.asarray(action))
         ended = terminated or truncated
-        step = sac_baselines.Transition(observation, next_observation, action, reward, terminated, ended)
+        step = sac_baselines.Transition(
+            observation, next_observation, action, reward, terminated, ended
+        )
         rows.append(sac_baselines.pack(step))
-        observation = sac_baselines.first_observation(env) if ended else np.asarray(next_observation, np.float32)
+        observation = (
+            sac_baselines.first_observation(env)
+            if ended
+            else np.asarray(next_observation, np.float32)
+        )
     return np.stack(rows)
 
 
@@ -321,12 +348,18 @@ def record_replay_and_rollouts(args: RolloutsArgs) -> None:
     low, high = REFERENCE_SCORES.get(task, (None, None)) if saved.reward == "env" else (None, None)
     kinds = ["replay", "rollouts of the policy"]
     for name, kind, rows in zip(names, kinds, (replay, rollouts)):
-        with as_user_error(f"cannot write dataset {name!r}"), warnings.catch_warnings(), whole_dataset(name):
+        with (
+            as_user_error(f"cannot write dataset {name!r}"),
+            warnings.catch_warnings(),
+            whole_dataset(name),
+        ):
             warnings.simplefilter("ignore")  # advice for those who publish datasets
             dataset = minari.create_dataset_from_buffers(
                 name,
                 episode_buffers(rows, obs_dim, len(box.low), saved.reward == "sparse"),
-                env=dataclasses.replace(env.unwrapped.spec, max_episode_steps=env.spec.max_episode_steps),
+                env=dataclasses.replace(
+                    env.unwrapped.spec, max_episode_steps=env.spec.max_episode_steps
+                ),
                 observation_space=gym.spaces.Box(-np.inf, np.inf, (obs_dim,), np.float32),
                 action_space=box,
                 ref_min_score=low,
@@ -377,7 +410,9 @@ class Player:
 
     def __init__(self, desk: Desk, random: np.random.Generator):
         self.desk, self.random = desk, random
-        self.pose = desk.data.site_xmat[desk.site].reshape(3, 3)  # a view; columns: across, closing direction, forward
+        self.pose = desk.data.site_xmat[desk.site].reshape(
+            3, 3
+        )  # a view; columns: across, closing direction, forward
         self.play, self.filtered, self.wander = iter(()), np.zeros(5), np.zeros(5)
         self.thing: str | None = None  # what it is playing with
 
@@ -395,9 +430,13 @@ class Player:
         velocity = (place - self.tip()) / 0.02  # full speed until 2 cm before the place
         velocity = np.clip(velocity, -self.pace, self.pace)
         across, along = self.pose[:, 0] @ closing, self.pose[:, 1] @ closing
-        turn = math.atan2(-across * np.sign(along or 1), abs(along))  # the fingers are alike: at most a quarter turn
+        turn = math.atan2(
+            -across * np.sign(along or 1), abs(along)
+        )  # the fingers are alike: at most a quarter turn
         if abs(self.desk.data.qpos[6] + turn) > 2.8:
-            turn -= math.copysign(math.pi, turn)  # the wrist would meet its limit: the other way round
+            turn -= math.copysign(
+                math.pi, turn
+            )  # the wrist would meet its limit: the other way round
         self.wander += 0.1 * (0.5 * self.random.normal(size=5) - self.wander)
         wanted = np.array([*velocity, np.clip(2 * turn, -1, 1), fingers])
         self.filtered += 0.25 * (wanted + self.wander - self.filtered)
@@ -446,7 +485,12 @@ class Player:
                 best = distance
 
     def go(
-        self, place: np.ndarray, fingers: float, closing: np.ndarray = EAST, patience: int = 250, near: float = 0.015
+        self,
+        place: np.ndarray,
+        fingers: float,
+        closing: np.ndarray = EAST,
+        patience: int = 250,
+        near: float = 0.015,
     ) -> Iterator[Intention]:
         yield from self.reach(lambda: place, fingers, closing, patience, near)
 
@@ -455,7 +499,9 @@ class Player:
         for _ in range(steps):
             yield place, fingers, closing
 
-    def come_over(self, place: np.ndarray, fingers: float, closing: np.ndarray = EAST) -> Iterator[Intention]:
+    def come_over(
+        self, place: np.ndarray, fingers: float, closing: np.ndarray = EAST
+    ) -> Iterator[Intention]:
         """Up, and across above the things on the table; from under the table or out of the shelf, back first."""
         x, y, z = self.tip()
         height = max(self.random.uniform(0.88, 1.0), place[2])
@@ -465,7 +511,9 @@ class Player:
             yield from self.go(np.array([x, 0.44, z]), fingers, closing, patience=100, near=0.03)
         if z < 0.85:
             x, y, _ = self.tip()
-            yield from self.go(np.array([x, min(y, 0.7), height]), fingers, closing, patience=150, near=0.04)
+            yield from self.go(
+                np.array([x, min(y, 0.7), height]), fingers, closing, patience=150, near=0.04
+            )
         yield from self.go(np.array([place[0], place[1], height]), fingers, closing, near=0.04)
 
     def rest(self, _: None) -> Iterator[Intention]:
@@ -475,7 +523,9 @@ class Player:
         place = self.desk.places[button] + [0, 0, 0.03]
         yield from self.come_over(place, -1)
         yield from self.go(place + 0.05 * self.UP, -1, near=0.02)
-        yield from self.go(place - 0.03 * self.UP, -1, patience=int(self.random.integers(40, 120)), near=0.0)
+        yield from self.go(
+            place - 0.03 * self.UP, -1, patience=int(self.random.integers(40, 120)), near=0.0
+        )
         yield from self.go(place + 0.06 * self.UP, -1, near=0.03)
 
     def move_slide(self, goal: float) -> Iterator[Intention]:
@@ -485,7 +535,11 @@ class Player:
         yield from self.come_over(start - 0.12 * self.NORTH, -1)
         yield from self.go(start, -1)
         for _ in range(int(self.random.integers(300, 1300))):
-            yield desk.slide_handle + [0.05 * side, 0.0, start[2] - desk.slide_handle[2]], -1.0, self.EAST
+            yield (
+                desk.slide_handle + [0.05 * side, 0.0, start[2] - desk.slide_handle[2]],
+                -1.0,
+                self.EAST,
+            )
             if abs(desk.data.qpos[10] - goal) < 0.02 or abs(self.tip()[1] - start[1]) > 0.1:
                 break
         yield from self.go(self.tip() - 0.12 * self.NORTH, -1, near=0.03)
@@ -511,9 +565,13 @@ class Player:
         """Grasp it, lift it, carry it somewhere and let go: the table, the flat block, the shelf, the bin."""
         random, place = self.random, self.desk.places[thing]
         axes = self.desk.data.body(thing).xmat.reshape(3, 3)
-        closing = axes[:, 1].copy() if thing == "flat_block" else self.EAST  # across the block's short side
+        closing = (
+            axes[:, 1].copy() if thing == "flat_block" else self.EAST
+        )  # across the block's short side
         off_centre = {
-            "ball": np.array([0, 0.006, -0.012]),  # as wide as the open hand: it is taken below its middle
+            "ball": np.array(
+                [0, 0.006, -0.012]
+            ),  # as wide as the open hand: it is taken below its middle
             "upright_block": random.uniform(-0.03, 0.05) * self.UP,
             "flat_block": random.uniform(-0.05, 0.05) * axes[:, 0],
         }[thing]
@@ -532,7 +590,9 @@ class Player:
         on_the_block, over_the_bin = self.desk.places["flat_block"] + [0, 0, 0.1], (0.4, 0.53, 0.8)
         in_the_shelf = (random.uniform(0.25, 0.5), 1.02, 0.85)
         target = np.array(
-            [somewhere, on_the_block, in_the_shelf, over_the_bin][random.choice(4, p=[0.6, 0.2, 0.1, 0.1])]
+            [somewhere, on_the_block, in_the_shelf, over_the_bin][
+                random.choice(4, p=[0.6, 0.2, 0.1, 0.1])
+            ]
         )
         yield from self.go(target + 0.08 * self.UP, -1, closing, patience=400, near=0.03)
         yield from self.go(target, -1, closing, patience=80, near=0.02)
@@ -543,9 +603,15 @@ class Player:
         """Away from the robot or to a side, with closed fingers."""
         random, place = self.random, self.desk.places[thing]
         direction = [self.EAST, -self.EAST, self.NORTH][random.choice(3, p=[0.25, 0.25, 0.5])]
-        half = {"ball": 0.04, "upright_block": 0.023, "flat_block": 0.08 if direction[0] else 0.035}[thing]
+        half = {
+            "ball": 0.04,
+            "upright_block": 0.023,
+            "flat_block": 0.08 if direction[0] else 0.035,
+        }[thing]
         height = random.uniform(-0.06, 0.08) if thing == "upright_block" else 0.0
-        aside = random.uniform(-0.07, 0.07) if thing == "flat_block" and direction[1] else 0.0  # turns it
+        aside = (
+            random.uniform(-0.07, 0.07) if thing == "flat_block" and direction[1] else 0.0
+        )  # turns it
         start = place - (half + 0.04) * direction + height * self.UP + aside * self.EAST
         yield from self.come_over(start - 0.05 * self.NORTH, -1)
         yield from self.go(start, -1)
@@ -556,7 +622,11 @@ class Player:
     def pull(self, thing: str) -> Iterator[Intention]:
         """Towards the robot: the fingers come down behind it. The upright block is taken at its top, and topples."""
         random, place = self.random, self.desk.places[thing]
-        behind, height = {"ball": (0.06, -0.015), "upright_block": (0.055, 0.07), "flat_block": (0.065, 0.0)}[thing]
+        behind, height = {
+            "ball": (0.06, -0.015),
+            "upright_block": (0.055, 0.07),
+            "flat_block": (0.065, 0.0),
+        }[thing]
         aside = random.uniform(-0.06, 0.06) if thing == "flat_block" else random.normal(0, 0.01)
         start = place + [aside, behind, height]
         yield from self.come_over(start, -1)
@@ -588,8 +658,13 @@ class Person:
             import pygame
         self.pygame, self.desk, self.device, self.stopped = pygame, desk, device, False
         desk.render_mode = "rgb_array"
-        screens = [os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")]
-        require(sys.platform != "linux" or any(screens), "no screen to show the desk on: run this at a desktop")
+        screens = [
+            os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
+        ]
+        require(
+            sys.platform != "linux" or any(screens),
+            "no screen to show the desk on: run this at a desktop",
+        )
         with as_user_error("no screen to show the desk on"):
             pygame.display.init()
             self.screen = pygame.display.set_mode((960, 720))
@@ -599,7 +674,9 @@ class Person:
             from pygame._sdl2 import controller  # the same names for the sticks of every make
 
             controller.init()
-            require(controller.get_count(), "no gamepad found: plug one in, or use --device keyboard")
+            require(
+                controller.get_count(), "no gamepad found: plug one in, or use --device keyboard"
+            )
             self.pad = controller.Controller(0)
 
     def act(self) -> np.ndarray:
@@ -613,13 +690,19 @@ class Person:
             pygame.display.flip()
         self.shown += 1
         self.clock.tick(self.desk.metadata["render_fps"])
-        return (self.read_gamepad() if self.device == "gamepad" else self.read_keyboard()).astype(np.float32)
+        return (self.read_gamepad() if self.device == "gamepad" else self.read_keyboard()).astype(
+            np.float32
+        )
 
     def read_gamepad(self) -> np.ndarray:
         pygame = self.pygame
         names = ("LEFTX", "LEFTY", "RIGHTY", "RIGHTX", "TRIGGERRIGHT")
-        axes = [self.pad.get_axis(getattr(pygame, f"CONTROLLER_AXIS_{name}")) / 32768 for name in names]
-        x, y, z, wrist, trigger = (axis if abs(axis) > 0.1 else 0.0 for axis in axes)  # worn sticks do not rest at 0
+        axes = [
+            self.pad.get_axis(getattr(pygame, f"CONTROLLER_AXIS_{name}")) / 32768 for name in names
+        ]
+        x, y, z, wrist, trigger = (
+            axis if abs(axis) > 0.1 else 0.0 for axis in axes
+        )  # worn sticks do not rest at 0
         closed = trigger > 0.5 or self.pad.get_button(pygame.CONTROLLER_BUTTON_A)
         return np.array([x, -y, -z, wrist, -1 if closed else 1])
 
@@ -629,8 +712,15 @@ class Person:
         def both(plus: int, minus: int) -> float:
             return float(down[plus]) - float(down[minus])
 
-        moves = [(pygame.K_RIGHT, pygame.K_LEFT), (pygame.K_UP, pygame.K_DOWN), (pygame.K_w, pygame.K_s)]
-        return np.array([both(*keys) for keys in [*moves, (pygame.K_d, pygame.K_a)]] + [1 - 2 * down[pygame.K_SPACE]])
+        moves = [
+            (pygame.K_RIGHT, pygame.K_LEFT),
+            (pygame.K_UP, pygame.K_DOWN),
+            (pygame.K_w, pygame.K_s),
+        ]
+        return np.array(
+            [both(*keys) for keys in [*moves, (pygame.K_d, pygame.K_a)]]
+            + [1 - 2 * down[pygame.K_SPACE]]
+        )
 
 
 def record_person(args: PersonArgs) -> list[PlayEpisode]:
@@ -653,13 +743,21 @@ def episode_seeds(args: PlayArgs, index: int) -> list[int]:
     return np.random.SeedSequence([args.seed, index]).generate_state(2).tolist()
 
 
-def record_episode(args: PlayArgs, index: int, make_player: Callable[[Desk, np.random.Generator], Any]) -> PlayEpisode:
+def record_episode(
+    args: PlayArgs, index: int, make_player: Callable[[Desk, np.random.Generator], Any]
+) -> PlayEpisode:
     """One episode; it depends on the seed and its index only."""
     desk = Desk(args.task or "open_slide", args.robodesk_rewards)
     desk_seed, player_seed = episode_seeds(args, index)
     observation, info = desk.reset(seed=desk_seed)
     player = make_player(desk, np.random.default_rng(player_seed))
-    observations, actions, rewards, successes, reached = [observation], [], [], [info["success"]], set()
+    observations, actions, rewards, successes, reached = (
+        [observation],
+        [],
+        [],
+        [info["success"]],
+        set(),
+    )
     while len(actions) < args.episode_steps and not player.stopped:
         actions.append(player.act())
         observation, reward, _, _, info = desk.step(actions[-1])
@@ -684,20 +782,42 @@ def record_all(args: PlayArgs) -> list[PlayEpisode]:
     if isinstance(args, PersonArgs):
         return record_person(args)
     processes = min(args.num_episodes, usable_cores())
-    progress = {"desc": "play", "total": args.num_episodes, "unit": "episode", "disable": args.quiet}
+    progress = {
+        "desc": "play",
+        "total": args.num_episodes,
+        "unit": "episode",
+        "disable": args.quiet,
+    }
     if processes == 1:
         return [record_script(args, index) for index in tqdm(range(args.num_episodes), **progress)]
     context = multiprocessing.get_context("spawn")  # JAX does not survive a fork
     with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
-        return list(tqdm(pool.map(functools.partial(record_script, args), range(args.num_episodes)), **progress))
+        return list(
+            tqdm(
+                pool.map(functools.partial(record_script, args), range(args.num_episodes)),
+                **progress,
+            )
+        )
+
+
+def make_desk(args: PlayArgs, render: bool = False) -> gym.Env:
+    desk = aquaplay.Args(task=args.task or "open_slide", robodesk_rewards=args.robodesk_rewards)
+    aquaplay.check_task(desk)
+    return aquaplay.make_env(desk, render)
 
 
 def record_play(args: PlayArgs) -> str:
     """Records a dataset, or finds the one that was recorded before; prints how often each task's goal was reached."""
     for name in ("num_episodes", "episode_steps"):
-        require(getattr(args, name) >= 1, f"--{name.replace('_', '-')} is {getattr(args, name)}: give at least 1")
-    require(0 <= args.seed < EVALUATION_SEED, f"--seed is {args.seed}: give a number from 0 to {EVALUATION_SEED - 1}")
-    desk = make_desk(args.task or "open_slide", args.robodesk_rewards).unwrapped
+        require(
+            getattr(args, name) >= 1,
+            f"--{name.replace('_', '-')} is {getattr(args, name)}: give at least 1",
+        )
+    require(
+        0 <= args.seed < EVALUATION_SEED,
+        f"--seed is {args.seed}: give a number from 0 to {EVALUATION_SEED - 1}",
+    )
+    desk = make_desk(args).unwrapped
     dataset_id = args.dataset_id
     check_dataset_id(dataset_id)
     settings = {"device": "script", **dataclasses.asdict(args)}
@@ -722,12 +842,26 @@ def record_play(args: PlayArgs) -> str:
     for index, episode in enumerate(episodes):
         ends = np.arange(len(episode.actions)) == len(episode.actions) - 1
         infos = {"success": episode.successes} if args.task else None
-        fields = (episode.observations, episode.actions, episode.rewards, np.zeros_like(ends), ends, infos)
+        fields = (
+            episode.observations,
+            episode.actions,
+            episode.rewards,
+            np.zeros_like(ends),
+            ends,
+            infos,
+        )
         buffers.append(EpisodeBuffer(index, None, None, *fields))
-    with warnings.catch_warnings(), as_user_error(f"cannot write dataset {dataset_id!r}"), whole_dataset(dataset_id):
+    with (
+        warnings.catch_warnings(),
+        as_user_error(f"cannot write dataset {dataset_id!r}"),
+        whole_dataset(dataset_id),
+    ):
         warnings.simplefilter("ignore")  # advice for those who publish datasets
         dataset = minari.create_dataset_from_buffers(
-            dataset_id, buffers, action_space=desk.action_space, observation_space=desk.observation_space
+            dataset_id,
+            buffers,
+            action_space=desk.action_space,
+            observation_space=desk.observation_space,
         )
         reached = {task: sum(task in episode.reached for episode in episodes) for task in TASKS}
         dataset.storage.update_metadata({"play_settings": settings, "play_reached": reached})
@@ -739,9 +873,11 @@ def record_play(args: PlayArgs) -> str:
 
 def film(args: PlayArgs, actions: np.ndarray) -> None:
     """The beginning of the first episode once more, in pictures: equal seeds and actions give equal episodes."""
-    env, frames = make_desk(args.task or "open_slide", args.robodesk_rewards, render=True), []
+    env, frames = make_desk(args, render=True), []
     env.reset(seed=episode_seeds(args, 0)[0])
-    for step, action in enumerate(tqdm(actions[:6000], desc="video", unit="step", disable=args.quiet)):
+    for step, action in enumerate(
+        tqdm(actions[:6000], desc="video", unit="step", disable=args.quiet)
+    ):
         env.step(action)
         if step % 5 == 0:
             frames.append(render(env))
@@ -751,7 +887,9 @@ def film(args: PlayArgs, actions: np.ndarray) -> None:
 
 def print_reached(reached: dict[str, int], episodes: int) -> None:
     base = sum(reached[task] > 0 for task in BASE_TASKS)
-    print(f"goals reached by chance, in how many of {episodes} episodes ({base} of the 9 base tasks):")
+    print(
+        f"goals reached by chance, in how many of {episodes} episodes ({base} of the 9 base tasks):"
+    )
     for task, count in reached.items():
         print(f"  {task:26}{count:4}{'' if task in BASE_TASKS else '  (not a base task)'}")
 

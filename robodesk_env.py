@@ -103,7 +103,9 @@ class Desk(gym.Env):
         self.action_space = gym.spaces.Box(-1.0, 1.0, (5,), np.float32)
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (76,), np.float32)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         mujoco, model, data, random = self.mujoco, self.model, self.data, self.np_random
         mujoco.mj_resetData(model, data)
@@ -111,7 +113,9 @@ class Desk(gym.Env):
         model.opt.disableflags = with_actuation | int(mujoco.mjtDisableBit.mjDSBL_ACTUATION)
         mujoco.mj_forward(model, data)  # where the solver starts from, as in the package
         model.opt.disableflags = with_actuation
-        joint = {name: data.joint(name).qpos for name in ("drawer_joint", "slide_joint", *self.OBJECTS)}
+        joint = {
+            name: data.joint(name).qpos for name in ("drawer_joint", "slide_joint", *self.OBJECTS)
+        }
         joint["drawer_joint"] -= 0.10 * random.random()  # drawn in the package's order
         joint["slide_joint"] += 0.20 * random.random()
         joint["flat_block"][:2] += [0.3 * random.random(), 0.07 * random.random()]
@@ -172,7 +176,9 @@ class Desk(gym.Env):
     def reward_and_success(self, task: str | None = None) -> tuple[float, bool]:
         """The package's dense reward, in [0, 1], and its criterion of success."""
         task, places, qpos = task or self.task, self.places, self.data.qpos
-        origins = self.origins if self.rewards == "fixed" else places  # the package compares a place with itself
+        origins = (
+            self.origins if self.rewards == "fixed" else places
+        )  # the package compares a place with itself
 
         def near(place: np.ndarray) -> float:
             return max(0.0, 1 - math.dist(self.hand, place))
@@ -183,11 +189,17 @@ class Desk(gym.Env):
         thing = next((name for name in self.OBJECTS if name in task), None)
         others = [name for name in self.OBJECTS if name != thing]
         if task == "open_slide":
-            stayed = sum(weight * (moved(name) < 0.01) for name, weight in zip(self.OBJECTS, (0.34, 0.33, 0.33)))
+            stayed = sum(
+                weight * (moved(name) < 0.01)
+                for name, weight in zip(self.OBJECTS, (0.34, 0.33, 0.33))
+            )
             opened = 0.75 * qpos[10] / 0.6 + 0.25 * near(self.slide_handle - [0.15, 0, 0])
             reward, success = 0.9 * opened + 0.1 * stayed, qpos[10] > 0.55
         elif task == "open_drawer":
-            reward, success = 0.75 * abs(qpos[9]) / 0.3 + 0.25 * near(self.drawer_handle), qpos[9] < -0.2
+            reward, success = (
+                0.75 * abs(qpos[9]) / 0.3 + 0.25 * near(self.drawer_handle),
+                qpos[9] < -0.2,
+            )
         elif task.startswith("push_"):
             colour = task.removeprefix("push_")
             success = qpos[14 + ("red", "green", "blue").index(colour)] < -0.00453  # the light
@@ -210,7 +222,10 @@ class Desk(gym.Env):
             arrived = 0.33 * near(places[thing]) + 0.33 * inside + 0.34 * success
             reward = 0.5 * arrived + sum(0.25 * (1 - moved(name) / 5) for name in others)
         else:  # lift
-            height, enough = places[thing][2], {"upright_block": 0.86, "ball": 0.81, "flat_block": 0.78}[thing]
+            height, enough = (
+                places[thing][2],
+                {"upright_block": 0.86, "ball": 0.81, "flat_block": 0.78}[thing],
+            )
             lifted = max(0, min(1, 10 * (height - origins[thing][2])))
             reward, success = 0.85 * lifted + 0.15 * near(places[thing]), height > enough
         return float(max(0, min(1, reward))), bool(success)
@@ -219,7 +234,12 @@ class Desk(gym.Env):
         from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 
         if self.renderer is None:
-            camera = {"distance": 1.5, "azimuth": 110.0, "elevation": -35.0, "lookat": np.array([0.0, 0.65, 0.8])}
+            camera = {
+                "distance": 1.5,
+                "azimuth": 110.0,
+                "elevation": -35.0,
+                "lookat": np.array([0.0, 0.65, 0.8]),
+            }
             self.renderer = MujocoRenderer(self.model, self.data, camera, width=320, height=240)
         return self.renderer.render(self.render_mode)
 
@@ -230,4 +250,9 @@ class Desk(gym.Env):
 
 
 for name in TASKS:
-    gym.register(f"RoboDesk/{name}-v0", entry_point="robodesk_env:Desk", max_episode_steps=500, kwargs={"task": name})
+    gym.register(
+        f"RoboDesk/{name}-v0",
+        entry_point="robodesk_env:Desk",
+        max_episode_steps=500,
+        kwargs={"task": name},
+    )

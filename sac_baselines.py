@@ -1,29 +1,32 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "gymnasium[mujoco]==1.4.0", "gymnasium-robotics==1.4.2",
-#   "robodesk==1.0.0", "dm_control==1.0.50", "mujoco==3.17.0", "minari[hdf5,hf]==0.5.4", "ott-jax==0.6.0", "tyro",
-#   "tensorboard", "tensorboardX", "tqdm", "imageio", "imageio-ffmpeg",
+#   "jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "gymnasium[mujoco]==1.4.0",
+#   "gymnasium-robotics==1.4.2", "robodesk==1.0.0", "dm_control==1.0.50", "mujoco==3.17.0",
+#   "minari[hdf5,hf]==0.5.4", "ott-jax==0.6.0", "tyro", "tensorboard", "tensorboardX", "tqdm",
+#   "imageio", "imageio-ffmpeg",
 # ]
 # ///
-"""SAC, SAC from demonstrations (SACfD) and GAIL: the continuous-action baselines of sections 4.1 to 4.3 of the paper.
+"""SAC, SAC from demonstrations and GAIL: the paper's continuous baselines (sections 4.1 to 4.3).
 
-Soft actor-critic with an adaptive temperature; SACfD mixes demonstrations into its batches; GAIL replaces the reward
-by what a discriminator between demonstrator and agent says.
+Soft actor-critic with an adaptive temperature; SACfD mixes demonstrations into its batches; GAIL
+replaces the reward by what a discriminator between demonstrator and agent says.
 
     python sac_baselines.py sac --env-id AdroitHandDoor-v1    # or sacfd, or gail
     python sac_baselines.py --resume runs/AdroitHandDoor-v1__sac__1__1700000000
     python sac_baselines.py --evaluate runs/AdroitHandDoor-v1__sac__1__1700000000 --capture-video
 
-Haarnoja et al.: "Soft Actor-Critic Algorithms and Applications", 2018. Ho, Ermon: "Generative Adversarial Imitation
-Learning", NeurIPS 2016. Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin: "Continuous Control with Action
-Quantization from Demonstrations", ICML 2022.
+Haarnoja et al.: "Soft Actor-Critic Algorithms and Applications", 2018.
+Ho, Ermon: "Generative Adversarial Imitation Learning", NeurIPS 2016.
+Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
+"Continuous Control with Action Quantization from Demonstrations", ICML 2022.
 """
 
 import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import importlib.util
 import io
 import json
@@ -33,7 +36,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -53,21 +55,22 @@ from tqdm import tqdm
 STEPS_PER_CALL = 1  # one update per environment step
 HIDDEN_UNITS = (256, 256)  # of actor and critics, with relu
 LOG_DEVIATION_RANGE = (-20.0, 2.0)  # the SAC authors' code
-EVALUATION_SEED = 2**31  # evaluation episode i starts from seed EVALUATION_SEED + i; --seed stays below it
+EVALUATION_SEED = 2**31  # evaluation episode i starts from this + i; --seed stays below it
+Optimizer = optax.GradientTransformation
 
 
 @dataclasses.dataclass
 class Args:
-    env_id: str = "AdroitHandDoor-v1"  # RoboDesk-<task>, or any Gymnasium id with a bounded Box of actions
-    env_kwargs: str = "{}"  # arguments of the environment as JSON, such as '{"env_name": "drawer-open-v3"}'
-    max_episode_steps: int | None = None  # time limit of an episode; default: the environment's own
-    reward: Literal["sparse", "env"] | None = None  # sparse: 1 where info["success"], else 0; the default if reported
-    robodesk_rewards: Literal["upstream", "fixed"] = "fixed"  # of the desk: the package's, or see robodesk_env.py
+    env_id: str = "AdroitHandDoor-v1"  # RoboDesk-<task>, or any Gymnasium id with Box actions
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON
+    max_episode_steps: int | None = None  # time limit; default: the environment's own
+    reward: Literal["sparse", "env"] | None = None  # sparse (1 at info["success"]) if reported
+    robodesk_rewards: Literal["upstream", "fixed"] = "fixed"  # of the desk: see robodesk_env.py
     seed: int = 1  # equal seeds give bit-identical runs on a CPU with as many threads
     total_timesteps: int = 1_000_000  # environment steps
     eval_every: int = 50_000  # environment steps between evaluations
-    eval_episodes: int = 30  # episodes of an evaluation, with the mean action, always from the same initial states
-    exp_name: str = "sac"  # part of the folder's name: runs/{env_id}__{exp_name}__{seed}__{unix time}
+    eval_episodes: int = 30  # with the mean action, always from the same initial states
+    exp_name: str = "sac"  # in the folder's name: runs/{env_id}__{exp_name}__{seed}__{time}
 
     batch_size: int = 256  # transitions in a batch
     learning_rate: float = 1e-4  # Adam's, for actor, critics and temperature
@@ -76,9 +79,9 @@ class Args:
     tau: float = 0.005  # how far the target critics move towards the critics in every update
     reward_scale: float = 0.5  # factor of every reward
     buffer_size: int = 1_000_000  # transitions kept in the replay buffer
-    learning_starts: int = 1_000  # environment steps with random actions before the first update (not from the paper)
+    learning_starts: int = 1_000  # random environment steps before the first update (ours)
 
-    checkpoint_every: int = 10_000  # environment steps between checkpoints, each at the end of an episode
+    checkpoint_every: int = 10_000  # environment steps between checkpoints, at ends of episodes
     resume: str | None = None  # run folder to continue, with its own arguments
     evaluate: str | None = None  # run folder to evaluate instead of training
     capture_video: bool = False  # of evaluation episodes
@@ -98,40 +101,42 @@ class SACfDArgs(Args):
     """SAC with demonstrations in a second buffer (appendix "SAC and SACfD", table "SACfD")."""
 
     method: str = dataclasses.field(default="sacfd", init=False)
-    exp_name: str = "sacfd"  # part of the folder's name: runs/{env_id}__{exp_name}__{seed}__{unix time}
+    exp_name: str = "sacfd"  # in the folder's name: runs/{env_id}__{exp_name}__{seed}__{time}
     reward_scale: float = 0.3  # factor of every reward
-    dataset_id: str | None = None  # any Minari id, local or else downloaded; default for Adroit: D4RL/<task>/human-v2
+    dataset_id: str | None = None  # any Minari id; default for Adroit: D4RL/<task>/human-v2
     num_demos: int | None = None  # use only the first N episodes of the dataset; default: all
-    demo_ratio: float = 0.001  # probability that a transition of a batch is drawn from the demonstrations
-    min_demo_reward: float | None = 0.01  # demonstrated rewards are raised to at least this; None: they stay
+    demo_ratio: float = 0.001  # probability that a window of a batch is from the demonstrations
+    min_demo_reward: float | None = 0.01  # lower demonstrated rewards are raised to this
 
 
 @dataclasses.dataclass
 class GAILArgs(Args):
-    """SAC on the reward of a discriminator (appendix "GAIL"); the environment's own reward is only reported."""
+    """SAC on a discriminator's reward (appendix "GAIL"); the environment's is only reported."""
 
     method: str = dataclasses.field(default="gail", init=False)
-    exp_name: str = "gail"  # part of the folder's name: runs/{env_id}__{exp_name}__{seed}__{unix time}
+    exp_name: str = "gail"  # in the folder's name: runs/{env_id}__{exp_name}__{seed}__{time}
     tau: float = 0.05  # how far the target critics move towards the critics in every update
-    dataset_id: str | None = None  # any Minari id, local or else downloaded; default for Adroit: D4RL/<task>/human-v2
+    dataset_id: str | None = None  # any Minari id; default for Adroit: D4RL/<task>/human-v2
     num_demos: int | None = None  # use only the first N episodes of the dataset; default: all
-    discriminator_input: Literal["state-action", "state", "state-next-state"] = "state-action"  # what it compares
+    # what the discriminator compares
+    discriminator_input: Literal["state-action", "state", "state-next-state"] = "state-action"
     discriminator_layers: int = 1  # hidden layers of the discriminator
     discriminator_units: int = 256  # units of each of them
     discriminator_learning_rate: float = 3e-7  # Adam's, for the discriminator
-    discriminator_regularization: Literal["none", "dropout", "weight-decay"] = "weight-decay"  # keeps it from excelling
-    discriminator_weight_decay: float = 10.0  # decoupled (AdamW), if that is the regularization
-    discriminator_input_dropout: float = 0.5  # on its input, if that is the regularization
-    discriminator_hidden_dropout: float = 0.5  # after each of its hidden layers, if that is the regularization
-    normalize_observations: bool = True  # it sees them scaled by the demonstrations' mean and standard deviation
-    reward_balance: float = 0.5  # 0: -log p; 1: log(1 - p); between: their weighted mean; p is P(agent)
+    # what keeps the discriminator from excelling
+    discriminator_regularization: Literal["none", "dropout", "weight-decay"] = "weight-decay"
+    discriminator_weight_decay: float = 10.0  # decoupled (AdamW), with weight-decay
+    discriminator_input_dropout: float = 0.5  # on its input, with dropout
+    discriminator_hidden_dropout: float = 0.5  # after each of its hidden layers, with dropout
+    normalize_observations: bool = True  # for it, by the demonstrations' mean and deviation
+    reward_balance: float = 0.5  # of -log p (0) and log(1 - p) (1), p the probability of "agent"
 
 
 # --------------------------------------------------------------------------------------- networks
 
 
 class Actor(nn.Module):
-    """(..., obs) -> mean and logarithm of the standard deviation before the tanh, (..., action_dim) each."""
+    """(..., obs) -> mean and log deviation before the tanh, (..., action_dim) each."""
 
     action_dim: int
 
@@ -145,7 +150,7 @@ class Actor(nn.Module):
 
 
 class TwinCritic(nn.Module):
-    """(B, obs), (B, action_dim) in [-1, 1] -> (2, B): both critics at once, every layer one batched product."""
+    """(B, obs), (B, action_dim) in [-1, 1] -> (2, B): every layer of both is one product."""
 
     @nn.compact
     def __call__(self, observations: jax.Array, actions: jax.Array) -> jax.Array:
@@ -162,7 +167,7 @@ class TwinCritic(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """(..., features) -> (...): the logit of "this is the expert", so that P(agent) = sigmoid(-logit)."""
+    """(..., features) -> (...): the logit of "the expert's", so that P(agent) = sigmoid(-logit)."""
 
     num_layers: int
     num_units: int
@@ -187,20 +192,23 @@ def critic_loss(q: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def actor_loss(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:
-    """The policy's own actions shall have a high value by the lower critic and much entropy. (2, B), (B,) -> scalar."""
+    """The policy's own actions: high value by the lower critic, much entropy. (2, B), (B,)."""
     return jnp.mean(temperature * log_prob - jnp.min(q, axis=0))
 
 
-def temperature_loss(log_temperature: jax.Array, entropy: jax.Array, target_entropy: float) -> jax.Array:
-    """Descent lowers the temperature while the policy's entropy is above the target, and raises it below.
+def temperature_loss(
+    log_temperature: jax.Array, entropy: jax.Array, target_entropy: float
+) -> jax.Array:
+    """Descent lowers the temperature while the entropy is above its target, else raises it.
 
-    As in the SAC authors' code the logarithm stands where their paper has the temperature: the slope does not fade.
+    As in the SAC authors' code the logarithm stands where their paper has the temperature: the
+    slope does not fade.
     """
     return log_temperature * jax.lax.stop_gradient(entropy - target_entropy)
 
 
 def soft_target(
-    q_next: jax.Array,  # (2, B) target critics at the bootstrap state and an action of the policy there
+    q_next: jax.Array,  # (2, B) target critics at the bootstrap state and the policy's action there
     log_prob_next: jax.Array,  # (B,) of that action
     reward: jax.Array,  # (B,) n-step return
     discount: jax.Array,  # (B,) gamma^n, 0 after a termination
@@ -209,8 +217,10 @@ def soft_target(
     return reward + discount * (jnp.min(q_next, axis=0) - temperature * log_prob_next)
 
 
-def squash(mean: jax.Array, log_deviation: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """tanh of a Gaussian sample, and the logarithm of its density in (-1, 1)^D. (..., D) -> (..., D), (...).
+def squash(
+    mean: jax.Array, log_deviation: jax.Array, noise: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """tanh of a Gaussian sample, (..., D), and its log density in (-1, 1)^D, (...).
 
     log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2 x)), which does not underflow where tanh is 1.
     """
@@ -234,14 +244,14 @@ def discriminator_input(
 
 
 def discriminator_loss(expert_logits: jax.Array, agent_logits: jax.Array) -> jax.Array:
-    """Binary cross-entropy, -log P(expert) for the expert and -log P(agent) for the agent. (B,), (B,) -> scalar."""
+    """Binary cross-entropy: -log P(expert) for the expert, -log P(agent) for the agent. (B,)."""
     return 0.5 * (jnp.mean(nn.softplus(-expert_logits)) + jnp.mean(nn.softplus(agent_logits)))
 
 
 def discriminator_reward(logits: jax.Array, balance: float) -> jax.Array:
     """(1 - balance) [-log p] + balance log(1 - p), p = P(agent) = sigmoid(-logit).
 
-    Balance 0 is never negative and so rewards staying alive, 1 is never positive, 0.5 is half the logit.
+    Balance 0 is never negative and so rewards staying alive, 1 never positive, 0.5 half the logit.
     """
     return (1 - balance) * nn.softplus(logits) - balance * nn.softplus(-logits)
 
@@ -249,13 +259,13 @@ def discriminator_reward(logits: jax.Array, balance: float) -> jax.Array:
 def n_step_returns(
     rewards: jax.Array, terminations: jax.Array, ends: jax.Array, gamma: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Windows of n consecutive steps (..., n) -> return, offset of the last step used, discount of the bootstrap.
+    """Windows of n steps (..., n) -> return, offset of the last step used, bootstrap's discount.
 
-    A window stops at the first end of an episode. A termination does not bootstrap (discount 0); a truncation does,
-    from the observation after the last step used.
+    A window stops at the first end of an episode. A termination does not bootstrap (discount 0); a
+    truncation does, from the observation after the last step used.
     """
     n = rewards.shape[-1]
-    ended_before = jnp.cumsum(ends, axis=-1) - ends > 0
+    ended_before = (jnp.cumsum(ends, axis=-1) - ends) > 0
     used = 1.0 - ended_before
     returns = jnp.sum(rewards * used * gamma ** jnp.arange(n), axis=-1)
     last = jnp.sum(used, axis=-1).astype(jnp.int32) - 1
@@ -267,7 +277,7 @@ def n_step_returns(
 
 
 class Transition(NamedTuple):
-    """One step, or many of them with a leading axis; action and reward are the environment's, unscaled."""
+    """One step, or many of them with a leading axis; action and reward are the environment's."""
 
     observation: Any  # (obs,)
     next_observation: Any  # (obs,)
@@ -293,26 +303,23 @@ class ContinuousBatch(NamedTuple):
 
 
 def make_replay(capacity: int, obs_dim: int, action_dim: int) -> Replay:
-    observations = jnp.zeros((capacity, obs_dim))
-    actions = jnp.zeros((capacity, action_dim))
-    scalars = jnp.zeros(capacity)
-    transitions = Transition(observations, jnp.copy(observations), actions, *(jnp.copy(scalars) for _ in range(3)))
-    return Replay(transitions, jnp.zeros((), jnp.int32))
+    transitions = Transition(
+        observation=jnp.zeros((capacity, obs_dim)),
+        next_observation=jnp.zeros((capacity, obs_dim)),
+        action=jnp.zeros((capacity, action_dim)),
+        reward=jnp.zeros(capacity),
+        terminated=jnp.zeros(capacity),
+        ended=jnp.zeros(capacity),
+    )
+    return Replay(transitions, count=jnp.zeros((), jnp.int32))
 
 
 def store(replay: Replay, new: Transition) -> Replay:
-    number = len(new.reward)
-    capacity = len(replay.transitions.reward)
+    number = len(new.ended)
+    capacity = len(replay.transitions.ended)
     where = (replay.count + jnp.arange(number)) % capacity
-    transitions = jax.tree.map(lambda ring, values: ring.at[where].set(values), replay.transitions, new)
+    transitions = jax.tree.map(lambda ring, x: ring.at[where].set(x), replay.transitions, new)
     return Replay(transitions, replay.count + number)
-
-
-def sample_steps(replay: Replay, key: jax.Array, batch_size: int) -> Transition:
-    """Single steps for the discriminator, (B, ...)."""
-    stored = replay.transitions
-    chosen = jax.random.randint(key, (batch_size,), 0, jnp.minimum(replay.count, len(stored.ended)))
-    return jax.tree.map(lambda array: array[chosen], stored)
 
 
 def sample(replay: Replay, key: jax.Array, batch_size: int, n_step: int) -> Transition:
@@ -330,8 +337,10 @@ def sample(replay: Replay, key: jax.Array, batch_size: int, n_step: int) -> Tran
     return jax.tree.map(lambda array: array[window], stored)._replace(ended=ended)
 
 
-def mix_windows(windows: Transition, demo_windows: Transition, key: jax.Array, demo_ratio: float) -> Transition:
-    """SACfD: every window of the batch comes from the demonstrations with probability demo_ratio."""
+def mix_windows(
+    windows: Transition, demo_windows: Transition, key: jax.Array, demo_ratio: float
+) -> Transition:
+    """SACfD: every window is taken from the demonstrations with probability demo_ratio."""
     chosen = jax.random.uniform(key, (len(windows.reward),)) < demo_ratio
 
     def choose(ours: jax.Array, theirs: jax.Array) -> jax.Array:
@@ -340,13 +349,99 @@ def mix_windows(windows: Transition, demo_windows: Transition, key: jax.Array, d
     return jax.tree.map(choose, windows, demo_windows)
 
 
-def n_step_batch(windows: Transition, gamma: float) -> ContinuousBatch:
-    returns, last, discounts = n_step_returns(windows.reward, windows.terminated, windows.ended, gamma)
+def reward_windows(windows: Transition, rewards: jax.Array, gamma: float) -> ContinuousBatch:
+    """The batch of the critics, given a reward for every step of the windows (B, n)."""
+    returns, last, discounts = n_step_returns(rewards, windows.terminated, windows.ended, gamma)
     next_observations = windows.next_observation[jnp.arange(len(last)), last]
-    return ContinuousBatch(windows.observation[:, 0], windows.action[:, 0], returns, next_observations, discounts)
+    observations = windows.observation[:, 0]
+    actions = windows.action[:, 0]
+    return ContinuousBatch(observations, actions, returns, next_observations, discounts)
 
 
-# ---------------------------------------------------------------------------------------- updates
+# ---------------------------------------------------------------------------- GAIL: discriminator
+
+
+class DiscriminatorState(NamedTuple):
+    params: Any
+    opt_state: Any
+    key: jax.Array
+
+
+def make_discriminator(args: GAILArgs) -> tuple[nn.Module, Optimizer]:
+    """The network and its optimiser: AdamW, which is Adam where nothing decays."""
+    dropout = (0.0, 0.0)
+    weight_decay = 0.0
+    if args.discriminator_regularization == "dropout":
+        dropout = (args.discriminator_input_dropout, args.discriminator_hidden_dropout)
+    if args.discriminator_regularization == "weight-decay":
+        weight_decay = args.discriminator_weight_decay
+    network = Discriminator(args.discriminator_layers, args.discriminator_units, *dropout)
+    return network, optax.adamw(args.discriminator_learning_rate, weight_decay=weight_decay)
+
+
+def init_discriminator(
+    args: GAILArgs, obs_dim: int, action_dim: int, key: jax.Array
+) -> DiscriminatorState:
+    network, optimizer = make_discriminator(args)
+    key, init_key = jax.random.split(key)
+    observation = jnp.zeros(obs_dim)
+    action = jnp.zeros(action_dim)
+    features = discriminator_input(args.discriminator_input, observation, action, observation)
+    params = network.init(init_key, features)
+    return DiscriminatorState(params, optimizer.init(params), key)
+
+
+def discriminator_features(args: GAILArgs, reference: "Reference", steps: Transition) -> jax.Array:
+    """What the discriminator sees, (..., features)."""
+    observations = steps.observation
+    next_observations = steps.next_observation
+    if args.normalize_observations:
+        observations = (observations - reference.mean) / reference.deviation
+        next_observations = (next_observations - reference.mean) / reference.deviation
+    kind = args.discriminator_input
+    return discriminator_input(kind, observations, steps.action, next_observations)
+
+
+def make_imitation(args: GAILArgs, reference: "Reference") -> Callable:
+    """A step of the discriminator, and then its rewards for all steps of the windows."""
+    network, optimizer = make_discriminator(args)
+
+    def loss_fn(params: Any, features: jax.Array, key: jax.Array) -> jax.Array:
+        logits = network.apply(params, features, train=True, rngs={"dropout": key})
+        return discriminator_loss(*jnp.split(logits, 2))
+
+    def imitate(
+        state: DiscriminatorState,
+        windows: Transition,
+        replay: Replay,
+        demos: Replay,
+        key: jax.Array,
+    ) -> tuple[DiscriminatorState, jax.Array, dict]:
+        expert_key, agent_key = jax.random.split(key)
+        expert_steps = sample(demos, expert_key, args.batch_size, n_step=1)
+        agent_steps = sample(replay, agent_key, args.batch_size, n_step=1)
+        both_steps = jax.tree.map(lambda *parts: jnp.concatenate(parts), expert_steps, agent_steps)
+        features = discriminator_features(args, reference, both_steps)[:, 0]  # (2 B, features)
+        logits = network.apply(state.params, features)  # without dropout
+        expert_logits, agent_logits = jnp.split(logits, 2)
+        accuracy = 0.5 * (jnp.mean(expert_logits > 0) + jnp.mean(agent_logits <= 0))
+        key, dropout_key = jax.random.split(state.key)
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, features, dropout_key)
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, changes)
+        logits = network.apply(params, discriminator_features(args, reference, windows))  # (B, n)
+        rewards = discriminator_reward(logits, args.reward_balance)
+        metrics = {
+            "losses/discriminator_loss": loss,
+            "losses/discriminator_accuracy": accuracy,
+            "losses/imitation_reward": jnp.mean(rewards),
+        }
+        return DiscriminatorState(params, opt_state, key), rewards, metrics
+
+    return imitate
+
+
+# ------------------------------------------------------------------------------------------ agent
 
 
 class SACParams(NamedTuple):
@@ -360,18 +455,13 @@ class SACState(NamedTuple):
     target_critic: Any
     opt_state: Any
     key: jax.Array
-    discriminator: Any  # DiscriminatorState; None without GAIL
-
-
-class DiscriminatorState(NamedTuple):
-    params: Any
-    opt_state: Any
-    key: jax.Array
+    discriminator: DiscriminatorState | None  # None without GAIL
 
 
 def init_agent(
-    actor: Actor, critic: TwinCritic, optimizer: optax.GradientTransformation, key: jax.Array, args: Args, obs_dim: int
+    actor: Actor, critic: TwinCritic, optimizer: Optimizer, key: jax.Array, args: Args, obs_dim: int
 ) -> tuple[SACState, jax.Array]:
+    """The agent, and the key of its policy. Two copies: an update gives its buffers away."""
     key, act_key = jax.random.split(key)
     key, actor_key, critic_key, discriminator_key = jax.random.split(key, 4)
     observations = jnp.zeros((1, obs_dim))
@@ -379,34 +469,50 @@ def init_agent(
     actor_params = actor.init(actor_key, observations)
     critic_params = critic.init(critic_key, observations, actions)
     params = SACParams(actor_params, critic_params, log_temperature=jnp.zeros(()))
-    target_critic = jax.tree.map(jnp.copy, critic_params)  # a copy: an update gives its buffers away
+    target_critic = jax.tree.map(jnp.copy, critic_params)
     discriminator = None
     if args.method == "gail":
         discriminator = init_discriminator(args, obs_dim, actor.action_dim, discriminator_key)
     return SACState(params, target_critic, optimizer.init(params), key, discriminator), act_key
 
 
-def make_loss(actor: Actor, critic: TwinCritic, box: gym.spaces.Box, args: Args) -> Callable:
-    """Critics, actor and temperature in one loss: each part is a constant for what the others train, so that its
-    gradient is that of the three side by side, in one pass."""
+def target_of(
+    actor: Actor,
+    critic: TwinCritic,
+    agent: SACState,
+    batch: ContinuousBatch,
+    noise: jax.Array,  # (B, action_dim)
+    args: Args,
+) -> jax.Array:
+    """What the Q-values of a batch should be, by the target critics."""
+    next_policy = actor.apply(agent.params.actor, batch.next_observations)
+    next_actions, next_log_prob = squash(*next_policy, noise)
+    q_next = critic.apply(agent.target_critic, batch.next_observations, next_actions)
+    returns = args.reward_scale * batch.returns
+    temperature = jnp.exp(agent.params.log_temperature)
+    return soft_target(q_next, next_log_prob, returns, batch.discounts, temperature)
+
+
+def make_loss(actor: Actor, critic: TwinCritic, box: gym.spaces.Box) -> Callable:
+    """Critics, actor and temperature in one loss.
+
+    What one part trains is a constant in the others, so that its gradient is that of the three
+    side by side, in one pass.
+    """
     constant = jax.lax.stop_gradient
     target_entropy = -float(actor.action_dim)
 
     def loss_fn(
-        params: SACParams, target_critic: Any, batch: ContinuousBatch, noise: jax.Array
+        params: SACParams, batch: ContinuousBatch, target: jax.Array, noise: jax.Array
     ) -> tuple[jax.Array, dict]:
-        temperature = constant(jnp.exp(params.log_temperature))
-        next_policy = actor.apply(constant(params.actor), batch.next_observations)
-        next_actions, next_log_prob = squash(*next_policy, noise[0])
-        q_next = critic.apply(target_critic, batch.next_observations, next_actions)
-        returns = args.reward_scale * batch.returns
-        target = constant(soft_target(q_next, next_log_prob, returns, batch.discounts, temperature))
         q = critic.apply(params.critic, batch.observations, from_box(batch.actions, box))
         loss_of_critic = critic_loss(q, target)
 
-        actions, log_prob = squash(*actor.apply(params.actor, batch.observations), noise[1])
+        temperature = constant(jnp.exp(params.log_temperature))
+        actions, log_prob = squash(*actor.apply(params.actor, batch.observations), noise)
         q_policy = critic.apply(constant(params.critic), batch.observations, actions)
         loss_of_actor = actor_loss(q_policy, log_prob, temperature)
+
         entropy = -jnp.mean(log_prob)
         loss_of_temperature = temperature_loss(params.log_temperature, entropy, target_entropy)
         metrics = {
@@ -421,85 +527,35 @@ def make_loss(actor: Actor, critic: TwinCritic, box: gym.spaces.Box, args: Args)
     return loss_fn
 
 
-def make_discriminator(args: Args) -> tuple[nn.Module, optax.GradientTransformation]:
-    """The network and its optimiser: AdamW, which is Adam where nothing decays."""
-    dropout = args.discriminator_regularization == "dropout"
-    network = Discriminator(
-        args.discriminator_layers,
-        args.discriminator_units,
-        args.discriminator_input_dropout if dropout else 0.0,
-        args.discriminator_hidden_dropout if dropout else 0.0,
-    )
-    decay = args.discriminator_weight_decay if args.discriminator_regularization == "weight-decay" else 0.0
-    return network, optax.adamw(args.discriminator_learning_rate, weight_decay=decay)
-
-
-def init_discriminator(args: Args, obs_dim: int, action_dim: int, key: jax.Array) -> DiscriminatorState:
-    network, optimizer = make_discriminator(args)
-    key, init_key = jax.random.split(key)
-    observation = jnp.zeros(obs_dim)
-    features = discriminator_input(args.discriminator_input, observation, jnp.zeros(action_dim), observation)
-    params = network.init(init_key, features)
-    return DiscriminatorState(params, optimizer.init(params), key)
-
-
-def make_imitation(args: Args, reference: "Reference") -> Callable:
-    """GAIL: one step of the discriminator, and the windows with its rewards instead of the environment's."""
-    network, optimizer = make_discriminator(args)
-
-    def features(steps: Transition) -> jax.Array:
-        observations = steps.observation
-        next_observations = steps.next_observation
-        if args.normalize_observations:
-            observations = (observations - reference.mean) / reference.deviation
-            next_observations = (next_observations - reference.mean) / reference.deviation
-        return discriminator_input(args.discriminator_input, observations, steps.action, next_observations)
-
-    def loss_fn(params: Any, both: jax.Array, key: jax.Array) -> jax.Array:
-        logits = network.apply(params, both, train=True, rngs={"dropout": key})
-        return discriminator_loss(*jnp.split(logits, 2))
-
-    def imitate(state: DiscriminatorState, windows: Transition, replay: Replay, demos: Replay, key: jax.Array):
-        expert_key, agent_key = jax.random.split(key)
-        expert = features(sample_steps(demos, expert_key, args.batch_size))
-        agent = features(sample_steps(replay, agent_key, args.batch_size))
-        both = jnp.concatenate([expert, agent])
-        expert_logits, agent_logits = jnp.split(network.apply(state.params, both), 2)  # without dropout
-        accuracy = 0.5 * (jnp.mean(expert_logits > 0) + jnp.mean(agent_logits <= 0))
-        key, dropout_key = jax.random.split(state.key)
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, both, dropout_key)
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, changes)
-        rewards = discriminator_reward(network.apply(params, features(windows)), args.reward_balance)  # (B, n)
-        metrics = {
-            "losses/discriminator_loss": loss,
-            "losses/discriminator_accuracy": accuracy,
-            "losses/imitation_reward": jnp.mean(rewards),
-        }
-        return DiscriminatorState(params, opt_state, key), windows._replace(reward=rewards), metrics
-
-    return imitate
-
-
 def make_update(
-    loss_fn: Callable, optimizer: optax.GradientTransformation, reference: "Reference | None", args: Args
+    actor: Actor,
+    critic: TwinCritic,
+    optimizer: Optimizer,
+    box: gym.spaces.Box,
+    reference: "Reference | None",
+    args: Args,
 ) -> Callable:
-    """One update of critics, actor, temperature and, with GAIL, discriminator; returns their metrics."""
+    """One update of critics, actor, temperature and, with GAIL, discriminator."""
+    loss_fn = make_loss(actor, critic, box)
     imitate = make_imitation(args, reference) if args.method == "gail" else None
 
-    def update(agent: SACState, replay: Replay, demos: Replay | None) -> tuple[SACState, dict[str, jax.Array]]:
+    def update(agent: SACState, replay: Replay, demos: Replay | None) -> tuple[SACState, dict]:
         key, batch_key, noise_key, demo_key, coin_key = jax.random.split(agent.key, 5)
-        discriminator = agent.discriminator
-        imitation_metrics = {}
         windows = sample(replay, batch_key, args.batch_size, args.n_step)
         if args.method == "sacfd":
             demo_windows = sample(demos, demo_key, args.batch_size, args.n_step)
             windows = mix_windows(windows, demo_windows, coin_key, args.demo_ratio)
+        rewards = windows.reward
+        discriminator = agent.discriminator
+        imitation_metrics = {}
         if args.method == "gail":
-            discriminator, windows, imitation_metrics = imitate(discriminator, windows, replay, demos, demo_key)
-        batch = n_step_batch(windows, args.gamma)
-        noise = jax.random.normal(noise_key, (2, *batch.actions.shape))
-        grads, metrics = jax.grad(loss_fn, has_aux=True)(agent.params, agent.target_critic, batch, noise)
+            discriminator, rewards, imitation_metrics = imitate(
+                discriminator, windows, replay, demos, demo_key
+            )
+        batch = reward_windows(windows, rewards, args.gamma)
+        next_noise, noise = jax.random.normal(noise_key, (2, *batch.actions.shape))
+        target = target_of(actor, critic, agent, batch, next_noise, args)
+        grads, metrics = jax.grad(loss_fn, has_aux=True)(agent.params, batch, target, noise)
         changes, opt_state = optimizer.update(grads, agent.opt_state)
         params = optax.apply_updates(agent.params, changes)
         target_critic = optax.incremental_update(params.critic, agent.target_critic, args.tau)
@@ -509,19 +565,17 @@ def make_update(
     return jax.jit(update, donate_argnums=0)
 
 
-# -------------------------------------------------------------------------- policy and evaluation
-
-
 def make_policy(actor: Actor, box: gym.spaces.Box) -> Callable:
-    """For one observation or a batch: uniformly random actions, a sample of the policy, or its mean; the next key."""
+    """For one observation or a batch: actions, by mode random, sample or mean; the next key."""
 
-    def policy(params: Any, observations: jax.Array, key: jax.Array, mode: Literal["random", "sample", "mean"]):
+    def policy(params: Any, observations: jax.Array, key: jax.Array, mode: str):
         key, noise_key = jax.random.split(key)
         mean, log_deviation = actor.apply(params, observations)
         if mode == "random":
             units = jax.random.uniform(noise_key, mean.shape, minval=-1.0)
         elif mode == "sample":
-            units = jnp.tanh(mean + jnp.exp(log_deviation) * jax.random.normal(noise_key, mean.shape))
+            noise = jax.random.normal(noise_key, mean.shape)
+            units = jnp.tanh(mean + jnp.exp(log_deviation) * noise)
         else:
             units = jnp.tanh(mean)
         return to_box(units, box), key
@@ -533,77 +587,78 @@ class Evaluation(NamedTuple):
     returns: np.ndarray  # (episodes,)
     lengths: np.ndarray
     successes: np.ndarray  # goal reached at any step; NaN where the environment does not report it
-    frames: list[np.ndarray]  # pictures of the environments made for rendering, episode after episode
 
 
 def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evaluation:
-    """One episode in each environment, side by side, with one policy call per step for all of them."""
-    observations = [seeded_reset(env, EVALUATION_SEED + i) for i, env in enumerate(envs)]
-    observations = np.stack(observations).astype(np.float32)
+    """One episode in each environment, side by side, with one policy call per step for all."""
+    starts = [seeded_reset(env, EVALUATION_SEED + i) for i, env in enumerate(envs)]
+    observations = np.stack(starts).astype(np.float32)
     returns = np.zeros(len(envs))
     lengths = np.zeros(len(envs), int)
     successes = np.full(len(envs), np.nan)
     running = np.ones(len(envs), bool)
-    frames: list[list[np.ndarray]] = [[] for _ in envs]
     while running.any():
         actions = np.asarray(policy(observations))
         for i in np.flatnonzero(running):
-            observation, reward, terminated, truncated, info = envs[i].step(actions[i])
-            observations[i] = observation
+            observations[i], reward, terminated, truncated, info = envs[i].step(actions[i])
             returns[i] += reward
             lengths[i] += 1
             if "success" in info:
-                successes[i] = np.nanmax([successes[i], bool(info["success"])])
-            if envs[i].render_mode == "rgb_array":
-                frames[i].append(render(envs[i]))
+                successes[i] = np.fmax(successes[i], bool(info["success"]))
             running[i] = not (terminated or truncated)
-    return Evaluation(returns, lengths, successes, sum(frames, []))
+    return Evaluation(returns, lengths, successes)
 
 
-# --------------------------------------------------------------------------------------- training
-
-
-def make_demo_replay(args: Args, demos: "Demonstrations") -> Replay:
-    """The demonstrations as steps; with SACfD no reward of theirs is below --min-demo-reward."""
+def make_demo_replay(args: SACfDArgs | GAILArgs, demos: "Demonstrations") -> Replay:
+    """The demonstrations as steps; for SACfD low rewards are raised (section 4.1)."""
     rewards = demos.rewards
     if args.method == "sacfd" and args.min_demo_reward is not None:
         warn_of_raised_rewards(args, rewards)
         rewards = np.maximum(rewards, args.min_demo_reward)
-    states = demos.observations, demos.next_observations
-    steps = Transition(*states, demos.actions, rewards, demos.terminations, demos.ends)
-    return Replay(jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), steps), jnp.asarray(len(rewards)))
+    steps = Transition(
+        demos.observations,
+        demos.next_observations,
+        demos.actions,
+        rewards,
+        demos.terminations,
+        demos.ends,
+    )
+    as_float = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), steps)
+    return Replay(as_float, jnp.asarray(len(rewards)))
 
 
-def train_agent(args: Args, run: "SACRun", env: gym.Env, demos: Replay | None, reference: "Reference | None") -> None:
-    """Random actions at first, then the policy's, with one update per environment step, at the same time: the action
-    of a step is chosen by the policy as it is before that step's update."""
+def train_agent(
+    args: Args, run: "SACRun", env: gym.Env, demos: Replay | None, reference: "Reference | None"
+) -> None:
+    """Random actions at first, then the policy's, with one update per environment step."""
     obs_dim = env.observation_space.shape[0]
-    action_dim = env.action_space.shape[0]
-    actor = Actor(action_dim)
+    box = env.action_space
+    actor = Actor(len(box.low))
     critic = TwinCritic()
     optimizer = optax.adam(args.learning_rate)
-    policy = make_policy(actor, env.action_space)
-    loss_fn = make_loss(actor, critic, env.action_space, args)
-    update = make_update(loss_fn, optimizer, reference, args)
+    policy = make_policy(actor, box)
+    update = make_update(actor, critic, optimizer, box, reference, args)
     store_step = jax.jit(store, donate_argnums=0)
     agent, key = init_agent(actor, critic, optimizer, jax.random.PRNGKey(args.seed), args, obs_dim)
-    replay = make_replay(min(args.buffer_size, args.total_timesteps), obs_dim, action_dim)
+    replay = make_replay(replay_capacity(args), obs_dim, actor.action_dim)
     env.reset(seed=args.seed)
     (agent, key), replay, _, step = run.restore(env, (agent, key), replay)
     eval_envs = make_evaluation_tasks(args, args.eval_episodes, videos=1)
     metrics: dict[str, jax.Array] = {}
 
     def evaluate_agent() -> None:
+        params = agent.params.actor
+
         def mean_action(observations: np.ndarray) -> jax.Array:
-            return policy(agent.params.actor, observations, key, mode="mean")[0]
+            return policy(params, observations, key, mode="mean")[0]
 
         with run.clock_stopped():
             run.check_losses(step, metrics)
             if reference is None:
-                run.report(step, evaluate(mean_action, eval_envs), agent.params.actor)
+                run.report(step, evaluate(mean_action, eval_envs), params, eval_envs)
             else:
-                result, distance = evaluate_with_distance(mean_action, eval_envs, reference)
-                run.report(step, result, distance, reference.human, agent.params.actor)
+                result, distances = evaluate_with_distance(mean_action, eval_envs, reference)
+                run.report(step, result, params, eval_envs, **distances)
 
     run.show_progress(args.method, args.total_timesteps, step)
     observation = first_observation(env)
@@ -612,8 +667,8 @@ def train_agent(args: Args, run: "SACRun", env: gym.Env, demos: Replay | None, r
             evaluate_agent()
         mode = "random" if step < args.learning_starts else "sample"
         action, key = policy(agent.params.actor, observation, key, mode=mode)
-        if step > args.learning_starts:  # JAX does not wait for the result, so the environment steps meanwhile
-            agent, metrics = update(agent, replay, demos)
+        if step > args.learning_starts:
+            agent, metrics = update(agent, replay, demos)  # it goes on while the environment steps
         action = np.asarray(action)
         run.check_action(step, action)
         next_observation, reward, terminated, truncated, info = env.step(action)
@@ -636,60 +691,52 @@ def train_agent(args: Args, run: "SACRun", env: gym.Env, demos: Replay | None, r
 def train(args: Args) -> Path:
     """Whatever can be wrong with the input is found before the run folder is made."""
     check_numbers(args)
-    check_bounds(make_task(args))
-    args.reward = kind_of_reward(args)
+    args.reward = check_environment(args)
     env = make_task(args)
-    if args.method == "sac":
-        run = SACRun(args, warning=None)
-        train_agent(args, run, env, demos=None, reference=None)
-    elif args.method == "sacfd":
-        demos, args.dataset_id, warning = find_demonstrations(args, env)
-        demo_replay = make_demo_replay(args, demos)
-        run = SACRun(args, warning)
-        train_agent(args, run, env, demo_replay, reference=None)
-    else:
-        without_success = dataclasses.replace(args, reward="env")  # demonstrations need not report it
-        demos, args.dataset_id, warning = find_demonstrations(without_success, env)
-        demo_replay = make_demo_replay(args, demos)
-        run = GAILRun(args, warning)
-        train_agent(args, run, env, demo_replay, run.find_reference(demos))
+    demos, warning = method_demonstrations(args, env)
+    demo_replay = make_demo_replay(args, demos) if demos else None
+    run = SACRun(args, warning)
+    reference = find_reference(run, demos) if args.method == "gail" else None
+    train_agent(args, run, env, demo_replay, reference)
     run.finish()
     return run.folder
 
 
-# =================================================================================================
-# Plumbing. The paper ends here: what follows is files, checks, videos and the command line, the same
-# in every script. Nothing below is needed to understand the algorithm.
-# =================================================================================================
+# ================================================================================================
+# Plumbing. The paper ends here: what follows is files, checks, videos and the command line, the
+# same in every script. Nothing below is needed to understand the algorithm.
+# ================================================================================================
 
 BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
 PROBED_STEPS = 1_000  # of one episode, played before a run to see what the environment reports
+LARGEST = 2**31 - 1  # steps are counted in 32 bits
+LARGEST_FLOAT = float(np.finfo(np.float32).max)  # what is larger would be infinite in the replay
 
 BOUNDS = {  # of every number that has any
-    "max_episode_steps": (1, math.inf),
+    "max_episode_steps": (1, LARGEST),
     "seed": (0, EVALUATION_SEED - 1),
-    "total_timesteps": (1, math.inf),
-    "eval_every": (1, math.inf),
-    "eval_episodes": (1, math.inf),
-    "batch_size": (1, math.inf),
+    "total_timesteps": (1, LARGEST),
+    "eval_every": (1, LARGEST),
+    "eval_episodes": (1, 10_000),
+    "batch_size": (1, LARGEST),
     "learning_rate": (1e-9, 1e9),
     "gamma": (0, 1),
-    "n_step": (1, math.inf),
+    "n_step": (1, 1_000),
     "tau": (0, 1),
     "reward_scale": (1e-9, 1e9),
-    "buffer_size": (1, math.inf),
-    "learning_starts": (0, math.inf),
-    "num_demos": (1, math.inf),
+    "buffer_size": (1, LARGEST),
+    "learning_starts": (0, LARGEST),
+    "num_demos": (1, LARGEST),
     "demo_ratio": (0, 1),
     "min_demo_reward": (-1e38, 1e38),
-    "discriminator_layers": (0, math.inf),
-    "discriminator_units": (1, math.inf),
+    "discriminator_layers": (0, LARGEST),
+    "discriminator_units": (1, LARGEST),
     "discriminator_learning_rate": (1e-9, 1e9),
-    "discriminator_weight_decay": (0, math.inf),
+    "discriminator_weight_decay": (0, LARGEST),
     "discriminator_input_dropout": (0, 0.99),
     "discriminator_hidden_dropout": (0, 0.99),
     "reward_balance": (0, 1),
-    "checkpoint_every": (1, math.inf),
+    "checkpoint_every": (1, LARGEST),
 }
 
 
@@ -709,7 +756,9 @@ def as_user_error(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+        raise UserError(
+            f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}"
+        ) from None
 
 
 def option(name: str) -> str:
@@ -726,10 +775,12 @@ def check_numbers(args: Args) -> None:
 def environment_arguments(args: Args) -> dict[str, Any]:
     try:
         arguments = json.loads(args.env_kwargs)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise UserError(f"--env-kwargs is {args.env_kwargs!r}: give a JSON object, such as '{{\"name\": 1}}'")
+        raise UserError(
+            f"--env-kwargs is {args.env_kwargs!r}: give a JSON object, such as '{{\"name\": 1}}'"
+        )
     return arguments
 
 
@@ -742,12 +793,14 @@ class SparseReward(gym.Wrapper):
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict]:
         observation, _, terminated, truncated, info = self.env.step(action)
         if "success" not in info:
-            raise UserError("the environment reports info['success'] at some steps only: use --reward env")
+            raise UserError(
+                "the environment reports info['success'] at some steps only: use --reward env"
+            )
         return observation, float(info["success"]), terminated, truncated, info
 
 
 class CheckedEnv(gym.wrappers.FlattenObservation):
-    """Flat observations. What goes in is in the action space, to its last bit, and what comes out is finite."""
+    """Flat, finite observations; actions that are in the action space to their last bit."""
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
         observation, info = super().reset(**kwargs)
@@ -762,19 +815,26 @@ class CheckedEnv(gym.wrappers.FlattenObservation):
         self.steps += 1
         self.check("observation", observation, self.observation_space.shape)
         self.check("reward", reward, ())
+        self.check("terminated", terminated, ())
+        self.check("truncated", truncated, ())
+        self.check("info['success']", info.get("success", 0.0), ())
         return observation, reward, terminated, truncated, info
 
     def check(self, what: str, value: Any, shape: tuple[int, ...]) -> None:
         place = f"the environment's {what} at step {self.steps} of an episode"
         if np.shape(value) != shape:
-            raise UserError(f"{place} has shape {np.shape(value)} instead of {shape}: repair the environment")
-        if not np.isfinite(value).all():
+            raise UserError(
+                f"{place} has shape {np.shape(value)} instead of {shape}: repair the environment"
+            )
+        if np.asarray(value).dtype.kind not in "biuf":
+            raise UserError(f"{place} is no number: repair the environment")
+        if not (np.abs(value) <= LARGEST_FLOAT).all():  # NaN is not either
             raise UserError(f"{place} is not finite: repair the environment, then --resume the run")
 
 
 @contextlib.contextmanager
 def silent_compiler() -> Iterator[None]:
-    """MuJoCo's compiler warns, once per environment, of old words in Gymnasium's own models: no concern of a user's."""
+    """MuJoCo's compiler warns of old words in Gymnasium's own models: no concern of a user's."""
     import mujoco
 
     before = mujoco.get_mju_user_warning()
@@ -786,7 +846,7 @@ def silent_compiler() -> Iterator[None]:
 
 
 def make_env(args: Args, render: bool = False) -> gym.Env:
-    """A Gymnasium environment with a Box action space, flat observations, and the sparse reward if that is wanted."""
+    """A Gymnasium environment with Box actions, flat observations, the sparse reward if wanted."""
     if render and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # a machine without a screen
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(ImportError):
@@ -794,9 +854,12 @@ def make_env(args: Args, render: bool = False) -> gym.Env:
 
         gym.register_envs(gymnasium_robotics)
     arguments = environment_arguments(args)
+    what = f"cannot make environment {args.env_id!r}"
+    if arguments:
+        what += f" with --env-kwargs {args.env_kwargs}"
     arguments["render_mode"] = "rgb_array" if render else None
     limit = args.max_episode_steps
-    with as_user_error(f"cannot make environment {args.env_id!r}"), silent_compiler():
+    with as_user_error(what), silent_compiler():
         env = gym.make(args.env_id, max_episode_steps=limit, disable_env_checker=True, **arguments)
     check_spaces(args.env_id, env.action_space, env.observation_space)
     return CheckedEnv(SparseReward(env) if args.reward == "sparse" else env)
@@ -804,12 +867,17 @@ def make_env(args: Args, render: bool = False) -> gym.Env:
 
 def check_spaces(env_id: str, actions: gym.Space, observations: gym.Space) -> None:
     if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
-        raise UserError(f"{env_id} has action space {actions}: AQuaDem needs a Box with one dimension")
+        raise UserError(
+            f"{env_id} has action space {actions}: AQuaDem needs a Box with one dimension"
+        )
     if not np.issubdtype(actions.dtype, np.floating):
-        raise UserError(f"{env_id} has actions of type {actions.dtype}: AQuaDem needs a Box of floating-point numbers")
+        needed = "AQuaDem needs a Box of floating-point numbers"
+        raise UserError(f"{env_id} has actions of type {actions.dtype}: {needed}")
     parts = observations.values() if isinstance(observations, gym.spaces.Dict) else [observations]
-    if not all(isinstance(part, gym.spaces.Box) for part in parts):
-        raise UserError(f"{env_id} has observation space {observations}: a Box or a Dict of Boxes is needed")
+    if not parts or not all(isinstance(part, gym.spaces.Box) for part in parts):
+        raise UserError(
+            f"{env_id} has observation space {observations}: a Box or a Dict of Boxes is needed"
+        )
 
 
 def check_env(args: Args) -> str:
@@ -817,12 +885,13 @@ def check_env(args: Args) -> str:
     reports = play_once(args.env_id, make_env(dataclasses.replace(args, reward="env")))
     if args.reward == "sparse" and not all(reports):
         when = "at some steps only" if any(reports) else "never"
-        raise UserError(f"{args.env_id} reports info['success'] {when}, so it has no sparse reward: use --reward env")
+        reason = f"reports info['success'] {when}, so it has no sparse reward"
+        raise UserError(f"{args.env_id} {reason}: use --reward env")
     return args.reward or ("sparse" if all(reports) else "env")
 
 
 def play_once(env_id: str, env: gym.Env) -> list[bool]:
-    """One episode, or its beginning, with nothing but zeros for actions: does each step report a success?"""
+    """One episode, or its beginning, with zeros for actions: does each step report a success?"""
     reports: list[bool] = []
     ended = False
     truncated = False
@@ -834,14 +903,18 @@ def play_once(env_id: str, env: gym.Env) -> list[bool]:
             ended = terminated or truncated
         env.close()
     if env.spec.max_episode_steps is None and not truncated:
-        raise UserError(f"{env_id} has no time limit, an episode might never end: give --max-episode-steps")
+        raise UserError(
+            f"{env_id} has no time limit, an episode might never end: give --max-episode-steps"
+        )
     return reports
 
 
 def check_bounds(env: gym.Env) -> None:
     """tanh fills the action space, which therefore needs an end on both sides."""
     if not env.action_space.is_bounded():
-        raise UserError(f"{env.spec.id} has action space {env.action_space}: SAC needs one with finite bounds")
+        raise UserError(
+            f"{env.spec.id} has action space {env.action_space}: SAC needs one with finite bounds"
+        )
 
 
 def make_desk(task: str, rewards: Literal["upstream", "fixed"], render: bool = False) -> gym.Env:
@@ -855,15 +928,19 @@ def make_desk(task: str, rewards: Literal["upstream", "fixed"], render: bool = F
     mode = "rgb_array" if render else None
     with as_user_error(f"cannot make the RoboDesk task {task!r}"):
         try:
-            env = gym.make(env_id, robodesk_rewards=rewards, render_mode=mode, disable_env_checker=True)
+            env = gym.make(
+                env_id, robodesk_rewards=rewards, render_mode=mode, disable_env_checker=True
+            )
         except gym.error.NameNotFound:
             known = [spec.name for spec in gym.registry.values() if spec.namespace == "RoboDesk"]
-            raise UserError(f"RoboDesk has no task {task!r}: choose one of {', '.join(known)}") from None
+            raise UserError(
+                f"RoboDesk has no task {task!r}: choose one of {', '.join(known)}"
+            ) from None
     return CheckedEnv(env)
 
 
 def make_task(args: Args, render: bool = False) -> gym.Env:
-    """RoboDesk-<task>, with its dense reward unless told otherwise, or else any Gymnasium environment."""
+    """RoboDesk-<task>, or else any Gymnasium environment."""
     if not args.env_id.startswith("RoboDesk-"):
         return make_env(args, render)
     desk = make_desk(args.env_id.removeprefix("RoboDesk-"), args.robodesk_rewards, render)
@@ -872,19 +949,28 @@ def make_task(args: Args, render: bool = False) -> gym.Env:
     return desk
 
 
-def kind_of_reward(args: Args) -> str:
+def check_environment(args: Args) -> str:
+    """check_env, except that a desk's reward is the dense one unless told otherwise."""
+    check_bounds(make_task(args))
     if args.env_id.startswith("RoboDesk-"):
         return args.reward or "env"
     return check_env(args)
 
 
+def replay_capacity(args: Args) -> int:
+    """Whole blocks of steps, and no more than the run will fill."""
+    blocks = math.ceil(args.total_timesteps / STEPS_PER_CALL)
+    return min(args.buffer_size, blocks * STEPS_PER_CALL)
+
+
 def make_evaluation_tasks(args: Args, episodes: int, videos: int) -> list[gym.Env]:
-    """An environment per episode; the first ones make pictures if asked for."""
-    return [make_task(args, args.capture_video and i < videos) for i in range(episodes)]
+    """An environment per episode; the first ones are filmed if asked for."""
+    filmed = [args.capture_video and i < videos for i in range(episodes)]
+    return [Filmed(make_task(args, render=True)) if film else make_task(args) for film in filmed]
 
 
 def seeded_reset(env: gym.Env, seed: int) -> np.ndarray:
-    """Twice, because some environments (Meta-World's) draw their task before they look at the seed."""
+    """Twice: some environments (Meta-World's) draw their task before they look at the seed."""
     env.reset(seed=seed)
     return env.reset(seed=seed)[0]
 
@@ -895,7 +981,9 @@ def first_observation(env: gym.Env) -> np.ndarray:
 
 def to_box(units: jax.Array, box: gym.spaces.Box) -> jax.Array:
     """Actions in [-1, 1] as the environment wants them."""
-    return jnp.clip(0.5 * (box.high + box.low) + 0.5 * (box.high - box.low) * units, box.low, box.high)
+    return jnp.clip(
+        0.5 * (box.high + box.low) + 0.5 * (box.high - box.low) * units, box.low, box.high
+    )
 
 
 def from_box(actions: jax.Array, box: gym.spaces.Box) -> jax.Array:
@@ -925,9 +1013,16 @@ def open_dataset(dataset_id: str) -> Any:
     bundled = BUNDLED_DEMONSTRATIONS / dataset_id / "data"
     with as_user_error(f"cannot read dataset {dataset_id!r}"):
         try:
-            return minari.MinariDataset(bundled) if bundled.exists() else minari.load_dataset(dataset_id)
+            return (
+                minari.MinariDataset(bundled)
+                if bundled.exists()
+                else minari.load_dataset(dataset_id)
+            )
         except FileNotFoundError:
-            print(f"{dataset_id} is not on this machine: fetching it from the Minari hub ...", file=sys.stderr)
+            print(
+                f"{dataset_id} is not on this machine: fetching it from the Minari hub ...",
+                file=sys.stderr,
+            )
     try:
         return minari.load_dataset(dataset_id, download=True)
     except Exception as error:
@@ -936,25 +1031,45 @@ def open_dataset(dataset_id: str) -> Any:
         raise Unavailable(f"cannot download dataset {dataset_id!r} ({reason}): {advice}") from None
 
 
+def float_array(field: str, values: Any) -> np.ndarray:
+    """Numbers as float32; what is too large for that becomes infinite, and is refused as such."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"field {field} holds {array.dtype}, no numbers")
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32)
+
+
 def flatten_observations(space: gym.Space, observations: Any) -> np.ndarray:
-    """A whole episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
-    parts = [observations[key] for key in space] if isinstance(space, gym.spaces.Dict) else [observations]
-    return np.concatenate([np.asarray(part, np.float32).reshape(len(part), -1) for part in parts], axis=1)
+    """An episode of observations as (T, obs), in the order of gymnasium's FlattenObservation."""
+    parts = [observations]
+    if isinstance(space, gym.spaces.Dict):
+        if not isinstance(observations, dict):
+            raise TypeError("field observations is no Dict, as the environment's are")
+        parts = [observations[key] for key in space]
+    arrays = [float_array("observations", part) for part in parts]
+    return np.concatenate([array.reshape(len(array), -1) for array in arrays], axis=1)
 
 
 def load_demonstrations(
     dataset_id: str, env: gym.Env, sparse: bool = True, num_demos: int | None = None
 ) -> Demonstrations:
-    """Minari episodes as arrays, checked against the environment; the reward is the environment's (see make_env)."""
+    """Minari episodes as arrays, checked against the environment."""
     dataset = open_dataset(dataset_id)
     number = min(dataset.total_episodes, num_demos or sys.maxsize)
     with as_user_error(f"cannot read dataset {dataset_id!r}"):
-        episodes = [read_episode(dataset_id, e, env, sparse) for e in dataset.iterate_episodes(range(number))]
+        episodes = [
+            read_episode(dataset_id, e, env, sparse)
+            for e in dataset.iterate_episodes(range(number))
+        ]
     whole = [episode for episode in episodes if len(episode.actions)]
     if not whole:
         raise UserError(f"dataset {dataset_id!r} holds no steps: choose another with --dataset-id")
     if len(whole) < len(episodes):
-        print(f"{dataset_id}: {len(episodes) - len(whole)} episodes without a step are left out", file=sys.stderr)
+        print(
+            f"{dataset_id}: {len(episodes) - len(whole)} episodes without a step are left out",
+            file=sys.stderr,
+        )
     return Demonstrations(*map(np.concatenate, zip(*whole)))
 
 
@@ -962,41 +1077,58 @@ def read_episode(dataset_id: str, episode: Any, env: gym.Env, sparse: bool) -> D
     box = env.action_space
     steps = len(episode.actions)
     observations = flatten_observations(env.env.observation_space, episode.observations)
-    rewards = np.asarray(episode.rewards, np.float32)
+    actions = float_array("actions", episode.actions)
+    rewards = float_array("rewards", episode.rewards)
+    terminations = float_array("terminations", episode.terminations)
     if sparse:
         if "success" not in (episode.infos or {}):
             missing = "field infos has no 'success' for a sparse reward: use --reward env"
             raise UserError(f"dataset {dataset_id!r}: {missing}")
-        success = np.asarray(episode.infos["success"], np.float32)
+        success = float_array("infos['success']", episode.infos["success"])
         rewards = success[1:] if len(success) == steps + 1 else success  # one more is the reset's
     for field, array, shape in (
         ("observations", observations, (steps + 1, *env.observation_space.shape)),
-        ("actions", np.asarray(episode.actions), (steps, *box.shape)),
+        ("actions", actions, (steps, *box.shape)),
         ("infos['success']" if sparse else "rewards", rewards, (steps,)),
-        ("terminations", np.asarray(episode.terminations), (steps,)),
-        ("truncations", np.asarray(episode.truncations), (steps,)),
+        ("terminations", terminations, (steps,)),
+        ("truncations", float_array("truncations", episode.truncations), (steps,)),
     ):
         if array.shape != shape:
             needed = f"{env.spec.id} needs {shape}"
-            raise UserError(f"dataset {dataset_id!r}: field {field} has shape {array.shape}, {needed}")
+            raise UserError(
+                f"dataset {dataset_id!r}: field {field} has shape {array.shape}, {needed}"
+            )
         if not np.isfinite(array).all():
-            raise UserError(f"dataset {dataset_id!r}: field {field} of shape {shape} holds NaN or infinite values")
-    actions = np.clip(np.asarray(episode.actions, np.float32), box.low, box.high)
-    terminations = np.asarray(episode.terminations, bool)
+            place = f"dataset {dataset_id!r}: field {field} of shape {shape}"
+            raise UserError(f"{place} holds NaN or infinite values")
     ends = np.arange(steps) == steps - 1
-    return Demonstrations(observations[:-1], actions, rewards, observations[1:], terminations, ends)
+    return Demonstrations(
+        observations[:-1],
+        np.clip(actions, box.low, box.high),
+        rewards,
+        observations[1:],
+        terminations.astype(bool),
+        ends,
+    )
 
 
 def find_demonstrations(args: Args, env: gym.Env) -> tuple[Demonstrations, str, str | None]:
-    """The demonstrations asked for; else the human ones of an Adroit task, or if they cannot be had the bundled ones.
+    """The demonstrations asked for; else an Adroit task's human ones, or failing these the bundled.
 
-    Returns data, id and warning."""
+    Returns data, id and warning.
+    """
     sparse = args.reward == "sparse"
     if args.dataset_id is not None:
-        return load_demonstrations(args.dataset_id, env, sparse, args.num_demos), args.dataset_id, None
+        return (
+            load_demonstrations(args.dataset_id, env, sparse, args.num_demos),
+            args.dataset_id,
+            None,
+        )
     task = re.fullmatch(r"AdroitHand(Door|Hammer|Pen|Relocate)-v\d+", args.env_id)
     if not task:
-        raise UserError(f"{args.env_id} has no default demonstrations: name a Minari dataset with --dataset-id")
+        raise UserError(
+            f"{args.env_id} has no default demonstrations: name a Minari dataset with --dataset-id"
+        )
     default = f"D4RL/{task[1].lower()}/human-v2"
     fallback = f"aquadem/{task[1].lower()}/agent-v0"
     try:
@@ -1005,14 +1137,24 @@ def find_demonstrations(args: Args, env: gym.Env) -> tuple[Demonstrations, str, 
         if not (BUNDLED_DEMONSTRATIONS / fallback).exists():
             raise UserError(f"{error}; and no set for this task is bundled") from None
     warning = (
-        f"NOT HUMAN DEMONSTRATIONS: {default} could not be had, so the bundled {fallback} is used, recorded by our own"
-        " agent (demos/README.md). What comes out is not comparable with the paper."
+        f"NOT HUMAN DEMONSTRATIONS: {default} could not be had, so the bundled {fallback} is used,"
+        " recorded by our own agent (demos/README.md). What comes out is not comparable with the"
+        " paper."
     )
     return load_demonstrations(fallback, env, sparse, args.num_demos), fallback, warning
 
 
+def method_demonstrations(args: Args, env: gym.Env) -> tuple[Demonstrations | None, str | None]:
+    """Those of SACfD and GAIL, and a warning. For GAIL they need not report success."""
+    if args.method == "sac":
+        return None, None
+    wanted = dataclasses.replace(args, reward="env") if args.method == "gail" else args
+    demos, args.dataset_id, warning = find_demonstrations(wanted, env)
+    return demos, warning
+
+
 def warn_of_raised_rewards(args: Args, rewards: np.ndarray) -> None:
-    """The paper has a minimum for the sparse reward; another one it can make look better than it was, so say it."""
+    """The paper has a minimum for the sparse reward; another one it can flatter, so say it."""
     raised = rewards < args.min_demo_reward
     if args.reward == "env" and raised.any():
         share = f"{np.mean(raised):.0%} of the demonstrated rewards"
@@ -1022,9 +1164,9 @@ def warn_of_raised_rewards(args: Args, rewards: np.ndarray) -> None:
 
 # --------------------------------------------------------------- the demonstrator, for comparison
 
-# The paper does not give the settings of its Sinkhorn distance. With these, one distance takes about
-# half a second on a CPU core; on the Door demonstrations (5 episodes against 20) it is 2 percent above
-# the unregularised one.
+# The paper does not give the settings of its Sinkhorn distance. With these, one distance takes
+# about half a second on a CPU core; on the Door demonstrations (5 episodes against 20) it is 2
+# percent above the unregularised one.
 SINKHORN_EPSILON = 0.1  # as the cost: Euclidean distance of normalised states, median 9 on Door
 SINKHORN_POINTS = 1000  # states drawn from either side, without replacement
 SINKHORN_THRESHOLD = 5e-3  # the plan's marginals are off by less than this in total
@@ -1056,13 +1198,19 @@ def sinkhorn_cost(
     costs = geometry.Geometry(cost, epsilon=epsilon)
     problem = linear_problem.LinearProblem(costs, x_weights, y_weights)
     momentum = acceleration.Momentum(start=100)  # same solution in about half the iterations
-    solver = sinkhorn.Sinkhorn(threshold=SINKHORN_THRESHOLD, max_iterations=10_000, momentum=momentum)
+    solver = sinkhorn.Sinkhorn(
+        threshold=SINKHORN_THRESHOLD, max_iterations=10_000, momentum=momentum
+    )
     return solver(problem).primal_cost
 
 
-def draw_states(states: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """SINKHORN_POINTS of the states and their weights. A smaller set is filled up with points of weight
-    0, so that the shape is always the same: one compilation."""
+def draw_states(
+    states: np.ndarray, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """SINKHORN_POINTS of the states and their weights.
+
+    A smaller set is filled up with points of weight 0: one shape, one compilation.
+    """
     drawn = states[generator.permutation(len(states))[:SINKHORN_POINTS]]
     points = np.zeros((SINKHORN_POINTS, states.shape[1]), np.float32)
     points[: len(drawn)] = drawn
@@ -1074,11 +1222,13 @@ def wasserstein(states: np.ndarray, reference: Reference) -> float:
     """The Sinkhorn distance of an agent's states from the demonstrator's."""
     normalised = (states - np.asarray(reference.mean)) / np.asarray(reference.deviation)
     points, weights = draw_states(normalised, np.random.default_rng(SINKHORN_SEED))
-    return float(sinkhorn_cost(points, reference.states, weights, reference.weights, SINKHORN_EPSILON))
+    return float(
+        sinkhorn_cost(points, reference.states, weights, reference.weights, SINKHORN_EPSILON)
+    )
 
 
 def human_scores(states: np.ndarray, ends: np.ndarray, quiet: bool = False) -> np.ndarray:
-    """The Sinkhorn distance of 5 random episodes from the remaining ones, 100 times (section 4.2)."""
+    """The Sinkhorn distance of 5 random episodes from the others, 100 times (section 4.2)."""
     episode = np.cumsum(ends) - ends  # (N,) number of the episode of every step
     generator = np.random.default_rng(SINKHORN_SEED)
     scores = []
@@ -1090,7 +1240,31 @@ def human_scores(states: np.ndarray, ends: np.ndarray, quiet: bool = False) -> n
     return np.array(scores)
 
 
-def make_reference(demos: Demonstrations, quiet: bool = False) -> Reference:
+def human_score_file(dataset_id: str, states: np.ndarray, ends: np.ndarray) -> Path:
+    """Beside Minari's datasets; named after all that the score depends on."""
+    default = os.path.expanduser("~/.minari/datasets")
+    settings = (SINKHORN_EPSILON, SINKHORN_POINTS, SINKHORN_THRESHOLD, SINKHORN_SEED)
+    settings += (HUMAN_EPISODES, HUMAN_REPETITIONS)
+    digest = hashlib.sha256(repr(settings).encode() + states.tobytes() + ends.tobytes()).hexdigest()
+    name = re.sub(r"[^\w.-]", "_", f"human_score_{dataset_id}_{digest[:16]}.json")
+    return Path(os.environ.get("MINARI_DATASETS_PATH", default)) / name
+
+
+def human_quartiles(
+    dataset_id: str, states: np.ndarray, ends: np.ndarray, quiet: bool
+) -> np.ndarray:
+    """Of the human score, which takes a minute: made once per dataset, not in every run."""
+    path = human_score_file(dataset_id, states, ends)
+    with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or not whole
+        return np.array(json.loads(path.read_text()), np.float32).reshape(3)
+    quartiles = np.quantile(human_scores(states, ends, quiet), [0.25, 0.5, 0.75]).astype(np.float32)
+    with contextlib.suppress(OSError):  # what cannot be written there is still in the run folder
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(quartiles.tolist()))
+    return quartiles
+
+
+def make_reference(demos: Demonstrations, dataset_id: str, quiet: bool = False) -> Reference:
     mean = demos.observations.mean(axis=0)
     deviation = demos.observations.std(axis=0)
     varies = deviation > 1e-6  # what never varies is only centred
@@ -1098,11 +1272,11 @@ def make_reference(demos: Demonstrations, quiet: bool = False) -> Reference:
     normalised = (demos.observations - mean) / deviation
     points, weights = draw_states(normalised, np.random.default_rng(SINKHORN_SEED))
     if demos.ends.sum() > HUMAN_EPISODES:
-        human = np.quantile(human_scores(normalised, demos.ends, quiet), [0.25, 0.5, 0.75])
+        human = human_quartiles(dataset_id, normalised, demos.ends, quiet)
     else:
-        human = np.full(3, np.nan)
+        human = np.full(3, np.nan, np.float32)
         warn_of_too_few_episodes(demos)
-    return Reference(mean, deviation, points, weights, human.astype(np.float32))
+    return Reference(mean, deviation, points, weights, human)
 
 
 def warn_of_too_few_episodes(demos: Demonstrations) -> None:
@@ -1116,10 +1290,19 @@ def load_reference(run: Path, obs_dim: int) -> Reference:
     return load_arrays(run / "reference.npz", template)[0]
 
 
+def find_reference(run: "Run", demos: Demonstrations) -> Reference:
+    """Made once, and kept in the run folder."""
+    path = run.folder / "reference.npz"
+    if not path.exists():
+        save_arrays(path, make_reference(demos, run.args.dataset_id, run.args.quiet))
+        run.stop_if_asked()
+    return load_reference(run.folder, demos.observations.shape[1])
+
+
 def evaluate_with_distance(
     policy: Callable[[np.ndarray], Any], envs: list[gym.Env], reference: Reference
-) -> tuple[Evaluation, float]:
-    """`evaluate`, and the Wasserstein distance of the agent's states from the demonstrator's."""
+) -> tuple[Evaluation, dict[str, float]]:
+    """`evaluate`, and how far the agent's states and the human's own are from the human's."""
     visited: list[np.ndarray] = []
 
     def recording_policy(observations: np.ndarray) -> Any:
@@ -1127,33 +1310,63 @@ def evaluate_with_distance(
         return policy(observations)
 
     result = evaluate(recording_policy, envs)
-    acted = np.arange(len(visited)) < result.lengths[:, None]  # (episodes, steps); the rest stands still
+    acted = np.arange(len(visited)) < result.lengths[:, None]  # (episodes, steps)
     states = np.stack(visited, axis=1)[acted]
-    return result, wasserstein(states, reference)
+    low, median, high = map(float, reference.human)
+    distances = {
+        "wasserstein": wasserstein(states, reference),
+        "human_wasserstein_q25": low,
+        "human_wasserstein_median": median,
+        "human_wasserstein_q75": high,
+    }
+    return result, distances
 
 
 # ---------------------------------------------------------------------------------------- videos
 
 
 def render(env: gym.Env) -> np.ndarray:
-    with as_user_error("cannot render; install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"):
+    with as_user_error(
+        "cannot render; install libegl1 and set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa"
+    ):
         return env.render()
+
+
+class Filmed(gym.Wrapper):
+    """Keeps a picture of every step of the present episode."""
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict]:
+        self.frames: list[np.ndarray] = []
+        return self.env.reset(**kwargs)
+
+    def step(self, action: Any) -> tuple:
+        result = self.env.step(action)
+        self.frames.append(render(self.env))
+        return result
+
+
+def film(envs: list[gym.Env]) -> list[np.ndarray]:
+    """What was filmed, episode after episode."""
+    return [frame for env in envs if isinstance(env, Filmed) for frame in env.frames]
 
 
 def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
     import imageio.v2 as imageio
 
     path.parent.mkdir(exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # JAX does not like the fork that starts ffmpeg
+    os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # that takes a fork, which may hang in JAX
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for ffmpeg, too
+    try:
         imageio.mimwrite(path, frames, fps=fps, macro_block_size=8, quality=7)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ------------------------------------------------------------------------------------ run folder
 
 
 def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
-    """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON only, never a pickle."""
+    """Atomic: the old file stays until the new one is whole on disk. Arrays and JSON, no pickle."""
     arrays = {f"leaf_{i:03d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
     with replacing(path) as file:
@@ -1162,7 +1375,7 @@ def save_arrays(path: Path, tree: Any, **meta: Any) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file to write, which takes the path's place when it is whole on disk; if that fails, nothing is left of it."""
+    """A file to write that takes the path's place when it is whole; else nothing is left of it."""
     unfinished = path.with_suffix(".partial")
     try:
         with unfinished.open("wb") as file:
@@ -1180,7 +1393,10 @@ def load_arrays(path: Path, template: Any) -> tuple[Any, dict]:
     leaves, structure = jax.tree.flatten(template)
     if not path.exists():
         raise UserError(f"{path} does not exist: name a run folder that has it")
-    with as_user_error(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+    with (
+        as_user_error(f"{path} is not a whole checkpoint"),
+        np.load(path, allow_pickle=False) as file,
+    ):
         arrays = [file[f"leaf_{i:03d}"] for i in range(len(leaves))]
         meta = json.loads(file["meta"].tobytes())
     for array, leaf in zip(arrays, leaves):
@@ -1195,7 +1411,10 @@ def load_command(run: Path) -> Any:
     with as_user_error(f"{run} is not a run folder of this script"):
         saved = json.loads((run / "args.json").read_text())
         kind = METHODS[saved["method"]]
-        return kind(**{f.name: saved.get(f.name, f.default) for f in dataclasses.fields(kind) if f.init})
+        fields = [field for field in dataclasses.fields(kind) if field.init]
+        args = kind(**{field.name: saved.get(field.name, field.default) for field in fields})
+        check_numbers(args)
+        return args
 
 
 def load_actor(run: Path, env: gym.Env) -> tuple[Any, dict]:
@@ -1213,19 +1432,23 @@ def stack_steps(steps: list[Transition]) -> Transition:
 
 def pack(transition: Transition) -> np.ndarray:
     """A transition as one row of float32: the replay's form on disk."""
-    return np.concatenate([np.ravel(part) for part in transition], dtype=np.float32, casting="unsafe")
+    return np.concatenate(
+        [np.ravel(part) for part in transition], dtype=np.float32, casting="unsafe"
+    )
 
 
 def unpack(rows: np.ndarray, template: Transition) -> Transition:
     """Rows (..., size) as transitions of the template's shapes and types."""
     sizes = [math.prod(array.shape[1:]) for array in template]
     parts = np.split(rows, np.cumsum(sizes)[:-1], axis=-1)
-    shaped = [part.reshape((*rows.shape[:-1], *array.shape[1:])) for part, array in zip(parts, template)]
+    shaped = [
+        part.reshape((*rows.shape[:-1], *array.shape[1:])) for part, array in zip(parts, template)
+    ]
     return Transition(*(part.astype(array.dtype) for part, array in zip(shaped, template)))
 
 
 def append_rows(path: Path, rows: list[np.ndarray]) -> None:
-    """The replay on disk: every transition in order, so that a checkpoint writes only what is new."""
+    """The replay on disk: all transitions in order, so a checkpoint writes only what is new."""
     with path.open("ab") as file:
         file.write(b"".join(row.tobytes() for row in rows))
         file.flush()
@@ -1233,7 +1456,7 @@ def append_rows(path: Path, rows: list[np.ndarray]) -> None:
 
 
 def restore_rows(path: Path, count: int, row_size: int) -> np.ndarray:
-    """The first `count` rows; what an interrupted run appended after its last whole checkpoint is cut off."""
+    """The first `count` rows; what was appended after the last whole checkpoint is cut off."""
     size = count * row_size * 4
     if not path.exists() or path.stat().st_size < size:
         raise UserError(f"{path} is shorter than its checkpoint says: this run cannot be resumed")
@@ -1242,7 +1465,7 @@ def restore_rows(path: Path, count: int, row_size: int) -> np.ndarray:
 
 
 def write_rows_until(path: Path, step: int, row: dict[str, Any]) -> None:
-    """Appends to a CSV. Rows from this step on are what an interrupted run had written: replaced."""
+    """Appends to a CSV. Rows from this step on, of an interrupted run, are replaced."""
     kept = [line for line in read_rows(path) if int(line.split(",")[0]) < step]
     header = ",".join(["step", *row])
     new = ",".join(map(str, [step, *row.values()]))
@@ -1260,7 +1483,7 @@ def read_rows(path: Path) -> list[str]:
 
 
 class Run:
-    """One training run: its folder, arguments, log, curve, checkpoints, progress, and the wish to stop."""
+    """One training run: folder, arguments, log, curve, checkpoints, progress, the wish to stop."""
 
     def __init__(self, args: Args, warning: str | None):
         self.args = args
@@ -1276,7 +1499,6 @@ class Run:
         self.log = self.open_log(warning)
         self.bar = tqdm(disable=True)
         self.start_clock(0)
-        self.start_episode()
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -1289,11 +1511,14 @@ class Run:
         args = self.args
         if args.resume:
             return Path(args.resume)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = f"{self.task_name()}__{args.exp_name}__{args.seed}__{int(time.time())}"
         folder = Path("runs") / re.sub(r"[^\w.-]", "_", name)
         with as_user_error(f"cannot make the run folder {folder}"):
             folder.mkdir(parents=True)
         return folder
+
+    def task_name(self) -> str:
+        return self.args.env_id
 
     def lock_folder(self) -> Any:
         """Two processes that write to one folder would spoil it. The lock ends with its process."""
@@ -1302,11 +1527,12 @@ class Run:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"{self.folder} is in use by another process: wait for it or stop it") from None
+            advice = "wait for it or stop it"
+            raise UserError(f"{self.folder} is in use by another process: {advice}") from None
         return file
 
     def write_args(self, warning: str | None) -> None:
-        """The present arguments, so that a longer run that is interrupted again goes on to its new end."""
+        """The present arguments, so that a run made longer keeps its new end when interrupted."""
         saved = {**dataclasses.asdict(self.args), "resume": None, "warning": warning}
         with replacing(self.folder / "args.json") as file:
             file.write(json.dumps(saved, indent=2).encode())
@@ -1320,10 +1546,16 @@ class Run:
             import wandb
 
             with as_user_error("Weights & Biases does not start: run without --track"):
-                wandb.init(project="aquadem", name=self.folder.name, config=arguments, sync_tensorboard=True)
+                wandb.init(
+                    project="aquadem",
+                    name=self.folder.name,
+                    config=arguments,
+                    sync_tensorboard=True,
+                )
         log = SummaryWriter(str(self.folder))
+        # Events are written at once: flush() would not wait for the writer's queue.
         events = log.file_writer.event_writer
-        events.add_event = events._ev_writer.write_event  # at once: flush() would not wait for the writer's queue
+        events.add_event = events._ev_writer.write_event
         table = "\n".join(f"|{key}|{value}|" for key, value in arguments.items())
         log.add_text("arguments", f"|argument|value|\n|-|-|\n{table}")
         if warning:
@@ -1363,7 +1595,7 @@ class Run:
     def show_progress(self, what: str, total: int, step: int) -> None:
         self.bar.close()
         self.bar = tqdm(desc=what, total=total, initial=step, unit="step", disable=self.args.quiet)
-        self.saved_step = step
+        self.seen_step = step
         self.start_clock(step)
 
     def start_clock(self, step: int) -> None:
@@ -1377,7 +1609,45 @@ class Run:
         yield
         self.logged_time += time.perf_counter() - started
 
-    # ---------------------------------------------------------------- the agent's training
+    def log_update(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        values = {tag: float(value) for tag, value in jax.device_get(metrics).items()}
+        if not all(map(math.isfinite, values.values())):
+            sys.exit(f"error: not finite at step {step}: {values}; lower --learning-rate")
+        if step // 1000 > self.seen_step // 1000:  # a resumed run logs the same steps
+            for tag, value in values.items():
+                self.log.add_scalar(tag, value, step)
+            speed = (step - self.logged_step) / (time.perf_counter() - self.logged_time)
+            self.log.add_scalar("charts/SPS", speed, step)
+            self.log.flush()
+            self.start_clock(step)
+        self.seen_step = step
+        self.bar.update(step - self.bar.n)
+
+    def report(
+        self, step: int, result: Evaluation, params: Any, envs: list[gym.Env], **scores: float
+    ) -> None:
+        """An evaluation, with further scores of it, into files, TensorBoard and progress bar."""
+        save_arrays(self.folder / "agent.npz", params, step=step)
+        row = {
+            "success_rate": float(np.mean(result.successes)),
+            "episodic_return": float(np.mean(result.returns)),
+            "episodic_length": float(np.mean(result.lengths)),
+            "episodes": len(result.returns),
+            **scores,
+        }
+        for tag, score in row.items():
+            if tag != "episodes" and math.isfinite(score):  # an environment need not report success
+                self.log.add_scalar(f"eval/{tag}", score, step)
+        write_rows_until(self.folder / "evaluations.csv", step, row)
+        shown = {"return": f"{row['episodic_return']:.2f}", "success": f"{row['success_rate']:.2f}"}
+        self.bar.set_postfix(shown, refresh=False)
+        if frames := film(envs):
+            fps = envs[0].metadata.get("render_fps", 30)
+            write_video(self.folder / "videos" / f"step_{step}.mp4", frames, fps)
+
+
+class EpisodeRun(Run):
+    """A run that learns from its own episodes: it counts them, its checkpoints have a replay."""
 
     def start_episode(self) -> None:
         self.episode_return = 0.0
@@ -1392,18 +1662,6 @@ class Run:
             self.success = max(self.success or 0.0, float(info["success"]))
         self.bar.update()
 
-    def log_update(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        values = {tag: float(value) for tag, value in jax.device_get(metrics).items()}
-        if not all(map(math.isfinite, values.values())):
-            sys.exit(f"error: not finite at step {step}: {values}; lower --learning-rate")
-        if step - self.logged_step >= 1000:
-            for tag, value in values.items():
-                self.log.add_scalar(tag, value, step)
-            speed = (step - self.logged_step) / (time.perf_counter() - self.logged_time)
-            self.log.add_scalar("charts/SPS", speed, step)
-            self.log.flush()
-            self.start_clock(step)
-
     def end_episode(self, step: int) -> None:
         self.log.add_scalar("charts/episodic_return", self.episode_return, step)
         self.log.add_scalar("charts/episodic_length", self.episode_length, step)
@@ -1412,30 +1670,14 @@ class Run:
         self.last_length = self.episode_length
         self.start_episode()
 
-    def report(self, step: int, result: Evaluation, params: Any) -> None:
-        """An evaluation into agent.npz, evaluations.csv, TensorBoard and the progress bar."""
-        save_arrays(self.folder / "agent.npz", params, step=step)
-        row = {
-            "success_rate": float(np.mean(result.successes)),
-            "episodic_return": float(np.mean(result.returns)),
-            "episodic_length": float(np.mean(result.lengths)),
-        }
-        for tag, mean in row.items():
-            if math.isfinite(mean):  # an environment need not report success
-                self.log.add_scalar(f"eval/{tag}", mean, step)
-        write_rows_until(self.folder / "evaluations.csv", step, {**row, "episodes": len(result.returns)})
-        shown = {"return": f"{row['episodic_return']:.2f}", "success": f"{row['success_rate']:.2f}"}
-        self.bar.set_postfix(shown, refresh=False)
-        if result.frames:
-            write_video(self.folder / "videos" / f"step_{step}.mp4", result.frames, self.fps)
-
     def save_checkpoint_if_due(self, env: gym.Env, state: Any, step: int) -> None:
-        """An environment can be restored between two episodes only, so save before one more passes the limit."""
-        if step + self.last_length <= self.saved_step + self.args.checkpoint_every and not self.signals:
+        """An environment can be restored between episodes only: save before one passes the end."""
+        next_end = step + self.last_length
+        if next_end <= self.saved_step + self.args.checkpoint_every and not self.signals:
             return
         first = not (self.folder / "state.npz").exists()
         append_rows(self.folder / ("replay.partial" if first else "replay.f32"), self.unsaved)
-        self.log.flush()  # a kill loses what is not written, and a resumed run does not log it again
+        self.log.flush()  # what a kill loses, a resumed run does not log again
         generator = env.unwrapped.np_random.bit_generator.state
         save_arrays(self.folder / "state.npz", state, step=step, env_generator=generator)
         if first:
@@ -1444,23 +1686,28 @@ class Run:
         self.saved_step = step
         self.stop_if_asked()
 
-    def restore(self, env: gym.Env, state: Any, replay: Replay) -> tuple[Any, Replay, list[Transition], int]:
-        """Where an interrupted run left off: state, replay, the steps not yet in the replay, and the step."""
+    def restore(
+        self, env: gym.Env, state: Any, replay: Replay
+    ) -> tuple[Any, Replay, list[Transition], int]:
+        """Where an interrupted run left off: state, replay, steps not yet in it, and the step."""
+        self.start_episode()
         self.unsaved: list[np.ndarray] = []
-        self.fps = env.metadata.get("render_fps", 30)
+        self.saved_step = 0
         path = self.folder / "replay.f32"
         unfinished = self.folder / "replay.partial"
         if not (self.folder / "state.npz").exists():
             if path.exists():
                 advice = "bring it back, or delete the replay to start the agent anew"
                 raise UserError(f"{self.folder} has a replay.f32 but no state.npz: {advice}")
-            unfinished.unlink(missing_ok=True)  # of a run that was killed before its first checkpoint was whole
+            # Killed before its first checkpoint was whole.
+            unfinished.unlink(missing_ok=True)
             return state, replay, [], 0
         if unfinished.exists():
             unfinished.replace(path)  # killed at the end of its first checkpoint
         state, meta = load_arrays(self.folder / "state.npz", state)
         env.unwrapped.np_random.bit_generator.state = meta["env_generator"]
         step = meta["step"]
+        self.saved_step = step
         stored = step - step % STEPS_PER_CALL
         template = replay.transitions
         capacity = len(template.ended)
@@ -1476,7 +1723,7 @@ class Run:
         return state, Replay(transitions, jnp.asarray(stored, jnp.int32)), block, step
 
 
-class SACRun(Run):
+class SACRun(EpisodeRun):
     """A run whose updates are not waited for, and whose replay is kept to the end."""
 
     def check_action(self, step: int, action: np.ndarray) -> None:
@@ -1485,7 +1732,7 @@ class SACRun(Run):
 
     def log_update(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """To look at the metrics is to wait for the update, so only when they are logged."""
-        if step - self.logged_step >= 1000:
+        if step % 1000 == 0:
             super().log_update(step, metrics)
 
     def check_losses(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -1493,46 +1740,9 @@ class SACRun(Run):
         super().log_update(step, metrics)
 
     def finish(self) -> None:
-        append_rows(self.folder / "replay.f32", self.unsaved)  # for record.py; --resume cuts it off again
+        # For record.py; --resume cuts it off again.
+        append_rows(self.folder / "replay.f32", self.unsaved)
         super().finish()
-
-
-class ImitationRun(Run):
-    """A run that compares its agent with the demonstrator."""
-
-    def find_reference(self, demos: Demonstrations) -> Reference:
-        """Made once: the human score takes a minute."""
-        if not (self.folder / "reference.npz").exists():
-            save_arrays(self.folder / "reference.npz", make_reference(demos, self.args.quiet))
-            self.stop_if_asked()
-        return load_reference(self.folder, demos.observations.shape[1])
-
-    def report(self, step: int, result: Evaluation, distance: float, human: jax.Array, params: Any) -> None:
-        """An evaluation into agent.npz, evaluations.csv, TensorBoard and the progress bar."""
-        save_arrays(self.folder / "agent.npz", params, step=step)
-        low, median, high = map(float, human)
-        row = {
-            "success_rate": float(np.mean(result.successes)),
-            "episodic_return": float(np.mean(result.returns)),
-            "episodic_length": float(np.mean(result.lengths)),
-            "episodes": len(result.returns),
-            "wasserstein": distance,
-            "human_wasserstein_q25": low,
-            "human_wasserstein_median": median,
-            "human_wasserstein_q75": high,
-        }
-        for tag, score in row.items():
-            if tag != "episodes" and math.isfinite(score):  # an environment need not report success
-                self.log.add_scalar(f"eval/{tag}", score, step)
-        write_rows_until(self.folder / "evaluations.csv", step, row)
-        shown = {"success": f"{row['success_rate']:.2f}", "wasserstein": f"{distance:.2f}"}
-        self.bar.set_postfix(shown, refresh=False)
-        if result.frames:
-            write_video(self.folder / "videos" / f"step_{step}.mp4", result.frames, self.fps)
-
-
-class GAILRun(SACRun, ImitationRun):
-    """A run of SAC that compares its agent with the demonstrator."""
 
 
 # --------------------------------------------------------------------- evaluation of a saved run
@@ -1546,7 +1756,7 @@ def wilson_interval(successes: np.ndarray, z: float = 1.96) -> tuple[float, floa
 
 
 def print_success(successes: np.ndarray, seen: int) -> None:
-    """With its interval; and once more for the states that no evaluation of the training began in."""
+    """With its interval; and once more for the states that training never evaluated."""
     if np.isnan(successes).any():  # an environment need not report it
         return
     low, high = wilson_interval(successes)
@@ -1558,9 +1768,17 @@ def print_success(successes: np.ndarray, seen: int) -> None:
         print(f"success {fresh.mean():.3f} ({low:.3f} to {high:.3f}) {where}")
 
 
+def print_distances(distances: dict[str, float]) -> None:
+    distance, low, median, high = distances.values()
+    quartiles = f"quartiles {low:.3f} and {high:.3f}"
+    print(f"Wasserstein distance {distance:.3f}; human {median:.3f} ({quartiles})")
+
+
 def evaluate_saved_agent(args: Args) -> None:
-    """Prints return, success (with 95 percent confidence intervals) and for GAIL the Wasserstein distance of a run's
-    latest evaluated agent."""
+    """Prints return, success and for GAIL the Wasserstein distance of a run's latest agent.
+
+    Return and success with 95 percent confidence intervals.
+    """
     check_numbers(args)
     run = Path(args.evaluate)
     saved = load_command(run)
@@ -1576,7 +1794,7 @@ def evaluate_saved_agent(args: Args) -> None:
 
     if saved.method == "gail":
         reference = load_reference(run, envs[0].observation_space.shape[0])
-        result, distance = evaluate_with_distance(mean_action, envs, reference)
+        result, distances = evaluate_with_distance(mean_action, envs, reference)
     else:
         result = evaluate(mean_action, envs)
     print(f"{run}, step {meta['step']}, {len(envs)} episodes")
@@ -1584,11 +1802,10 @@ def evaluate_saved_agent(args: Args) -> None:
     print(f"return  {result.returns.mean():.3f} +- {half:.3f}")
     print_success(result.successes, saved.eval_episodes)
     if saved.method == "gail":
-        low, median, high = map(float, reference.human)
-        print(f"Wasserstein distance {distance:.3f}; human {median:.3f} (quartiles {low:.3f} and {high:.3f})")
-    if result.frames:
+        print_distances(distances)
+    if frames := film(envs):
         path = run / "videos" / f"evaluation_{meta['step']}.mp4"
-        write_video(path, result.frames, envs[0].metadata.get("render_fps", 30))
+        write_video(path, frames, envs[0].metadata.get("render_fps", 30))
         print(f"video   {path}")
 
 
@@ -1596,7 +1813,10 @@ def check_end_is_ahead(run: Path, argument: str, end: int) -> None:
     """A resumed run may be given another end, but none that its checkpoint has passed."""
     path = run / "state.npz"
     if path.exists():
-        with as_user_error(f"{path} is not a whole checkpoint"), np.load(path, allow_pickle=False) as file:
+        with (
+            as_user_error(f"{path} is not a whole checkpoint"),
+            np.load(path, allow_pickle=False) as file,
+        ):
             step = json.loads(file["meta"].tobytes())["step"]
         if step > end:
             raise UserError(f"{run} is at step {step} already: give {argument} no less")
@@ -1625,11 +1845,13 @@ def with_subcommand(words: list[str]) -> list[str]:
 
 
 def resumed_command(args: Any, argv: list[str], end: str) -> Any:
-    """The run's own arguments; only what does not change the learning may be given anew, such as its end."""
+    """The run's own arguments; only what does not change the learning may be given anew."""
     saved = load_command(Path(args.resume))
     if saved.method != args.method:
         raise UserError(f"{args.resume} is a run of {saved.method}, not of {args.method}")
-    changed = tyro.cli(type(saved), args=argv[1:], default=dataclasses.replace(saved, resume=args.resume))
+    changed = tyro.cli(
+        type(saved), args=argv[1:], default=dataclasses.replace(saved, resume=args.resume)
+    )
     free = {"resume", end, "eval_every", "checkpoint_every", "capture_video", "track", "quiet"}
     for field in dataclasses.fields(saved):
         if field.name not in free and getattr(changed, field.name) != getattr(saved, field.name):
@@ -1644,7 +1866,7 @@ def errors_on_one_line() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

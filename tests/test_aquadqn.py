@@ -18,7 +18,9 @@ RNG = np.random.default_rng(0)
 
 
 def random_candidates(batch: int = 7, k: int = 4, dim: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    return RNG.normal(size=(batch, k, dim)).astype(np.float32), RNG.normal(size=(batch, dim)).astype(np.float32)
+    return RNG.normal(size=(batch, k, dim)).astype(np.float32), RNG.normal(
+        size=(batch, dim)
+    ).astype(np.float32)
 
 
 # ------------------------------------------------------------------------------------------------ soft minimum
@@ -52,7 +54,9 @@ def test_one_candidate_is_behavioural_cloning(temperature):
         return aquadqn.soft_min_loss(c, actions, temperature)
 
     assert_allclose(soft_min(candidates), squared_error(candidates), rtol=1e-4)
-    assert_allclose(jax.grad(soft_min)(candidates), jax.grad(squared_error)(candidates), rtol=1e-4, atol=1e-7)
+    assert_allclose(
+        jax.grad(soft_min)(candidates), jax.grad(squared_error)(candidates), rtol=1e-4, atol=1e-7
+    )
 
 
 def test_soft_min_by_hand_and_without_underflow():
@@ -67,7 +71,9 @@ def test_soft_min_by_hand_and_without_underflow():
 
 def test_nearest_candidate_against_brute_force():
     candidates, actions = random_candidates(batch=50)
-    expected = [min(range(4), key=lambda k: np.linalg.norm(c[k] - a)) for c, a in zip(candidates, actions)]
+    expected = [
+        min(range(4), key=lambda k: np.linalg.norm(c[k] - a)) for c, a in zip(candidates, actions)
+    ]
     assert_array_equal(aquadqn.nearest_candidate(candidates, actions), expected)
 
 
@@ -116,7 +122,9 @@ def n_step_by_loop(rewards, terminations, ends, gamma):
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_n_step_returns_against_a_loop_over_every_pattern_of_ends(n):
     gamma = 0.9
-    patterns = list(itertools.product([(0, 0), (0, 1), (1, 1)], repeat=n))  # running, truncated, terminated
+    patterns = list(
+        itertools.product([(0, 0), (0, 1), (1, 1)], repeat=n)
+    )  # running, truncated, terminated
     flags = np.array(patterns, np.float32)  # (P, n, 2)
     rewards = RNG.normal(size=(len(patterns), n)).astype(np.float32)
     got = aquadqn.n_step_returns(rewards, flags[..., 0], flags[..., 1], gamma)
@@ -132,7 +140,9 @@ def numbered_steps(first: int, last: int, episode: int = 4, terminate: bool = Fa
     """Step t has observation t, next observation t + 0.5, index t % 10, reward t; every `episode`-th step ends one."""
     steps = np.arange(first, last)
     ends = steps % episode == episode - 1
-    transitions = Transition(steps[:, None], steps[:, None] + 0.5, steps % 10, steps, ends & terminate, ends)
+    transitions = Transition(
+        steps[:, None], steps[:, None] + 0.5, steps % 10, steps, ends & terminate, ends
+    )
     return aquadqn.typed(transitions)
 
 
@@ -146,26 +156,37 @@ def eight_steps(**changes) -> Replay:
 def test_samples_are_n_step_transitions_of_what_is_still_stored(total, terminate):
     capacity, n, gamma = 16, 3, 0.9
     replay = aquadqn.make_replay(capacity, 1)
+    store = jax.jit(aquadqn.store)
     for t in range(total):
-        replay = aquadqn.store(replay, numbered_steps(t, t + 1, terminate=terminate))
-    batch = aquadqn.sample(replay, jax.random.PRNGKey(0), 2000, n, gamma)
-    firsts = np.asarray(batch.observations)[:, 0].astype(int)
+        replay = store(replay, numbered_steps(t, t + 1, terminate=terminate))
+    sample = jax.jit(aquadqn.sample, static_argnums=(2, 3, 4))
+    batch = jax.device_get(sample(replay, jax.random.PRNGKey(0), 2000, n, gamma))
+    firsts = batch.observations[:, 0].astype(int)
     assert set(firsts) == set(range(max(0, total - capacity), total))
     for i, first in enumerate(firsts):
-        last = next(t for t in range(first, total) if t % 4 == 3 or t == first + n - 1 or t == total - 1)
+        last = next(
+            t for t in range(first, total) if t % 4 == 3 or t == first + n - 1 or t == total - 1
+        )
         assert batch.actions[i] == first % 10
-        assert_allclose(batch.returns[i], sum(gamma**k * (first + k) for k in range(last - first + 1)), rtol=1e-5)
+        assert_allclose(
+            batch.returns[i],
+            sum(gamma**k * (first + k) for k in range(last - first + 1)),
+            rtol=1e-5,
+        )
         assert_allclose(batch.next_observations[i, 0], last + 0.5)
         ended_the_task = terminate and last % 4 == 3
-        assert_allclose(batch.discounts[i], 0 if ended_the_task else gamma ** (last - first + 1), rtol=1e-5)
+        assert_allclose(
+            batch.discounts[i], 0 if ended_the_task else gamma ** (last - first + 1), rtol=1e-5
+        )
 
 
 def test_storing_a_block_that_wraps_around_equals_storing_row_by_row():
     one = many = aquadqn.make_replay(10, 1)
+    store = jax.jit(aquadqn.store)
     for start in range(0, 24, 8):
-        many = aquadqn.store(many, numbered_steps(start, start + 8))
+        many = store(many, numbered_steps(start, start + 8))
     for t in range(24):
-        one = aquadqn.store(one, numbered_steps(t, t + 1))
+        one = store(one, numbered_steps(t, t + 1))
     for ours, theirs in zip(one.transitions, many.transitions):
         assert_array_equal(ours, theirs)
     assert one.count == many.count == 24
@@ -173,16 +194,45 @@ def test_storing_a_block_that_wraps_around_equals_storing_row_by_row():
 
 def new_agent(params, optimizer) -> aquadqn.AgentState:
     average, target = (jax.tree.map(jnp.copy, params) for _ in range(2))
-    return aquadqn.AgentState(params, average, target, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(0))
+    return aquadqn.AgentState(
+        params, average, target, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(0)
+    )
 
 
 def test_a_transition_survives_its_way_to_the_disk_and_back():
     steps = numbered_steps(5, 9, terminate=True)
     rows = np.stack([aquadqn.pack(Transition(*step)) for step in zip(*steps)])
     assert rows.dtype == np.float32 and rows.shape == (4, 6)
-    for ours, theirs in zip(aquadqn.unpack(rows, aquadqn.make_replay(10, 1).transitions), steps, strict=True):
+    for ours, theirs in zip(
+        aquadqn.unpack(rows, aquadqn.make_replay(10, 1).transitions), steps, strict=True
+    ):
         assert ours.dtype == theirs.dtype
         assert_array_equal(ours, theirs)
+
+
+class Linear:
+    """A stand-in for a Q-network: its parameters are a matrix."""
+
+    apply = staticmethod(lambda matrix, x: x @ matrix)
+
+
+@pytest.mark.parametrize("q_loss", ["munchausen", "dqn", "double"])
+def test_the_target_network_values_a_batch(q_loss):
+    args = Args(q_loss=q_loss, munchausen_tau=0.5, munchausen_alpha=0.7)
+    online, target = RNG.normal(size=(2, 3, 4)).astype(np.float32)
+    observations, following = RNG.normal(size=(2, 6, 3)).astype(np.float32)
+    returns, discounts = RNG.random((2, 6)).astype(np.float32)
+    actions = np.arange(6) % 4
+    agent = aquadqn.AgentState(online, None, target, None, jnp.asarray(0), None)
+    batch = aquadqn.Batch(observations, actions, returns, following, discounts)
+    if q_loss == "munchausen":
+        q_s, q_next = observations @ target, following @ target
+        step = (actions, returns, discounts, 0.5, 0.7, args.munchausen_clip)
+        expected = aquadqn.munchausen_target(q_s, q_next, *step)
+    else:
+        choice = (following @ (target if q_loss == "dqn" else online)).argmax(1)
+        expected = returns + discounts * (following @ target)[np.arange(6), choice]
+    assert_allclose(aquadqn.target_of(Linear, agent, batch, args), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
@@ -223,10 +273,14 @@ def test_the_target_network_is_copied_every_period():
 
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 3, 5)])
 def test_the_product_has_the_gradients_of_a_plain_one(shape):
-    x, kernel, weights = (RNG.normal(size=size).astype(np.float32) for size in (shape, (5, 4), (*shape[:-1], 4)))
+    x, kernel, weights = (
+        RNG.normal(size=size).astype(np.float32) for size in (shape, (5, 4), (*shape[:-1], 4))
+    )
 
     def gradients(product):
-        return jax.grad(lambda *inputs: jnp.sum(product(*inputs) * weights), argnums=(0, 1))(x, kernel)
+        return jax.grad(lambda *inputs: jnp.sum(product(*inputs) * weights), argnums=(0, 1))(
+            x, kernel
+        )
 
     assert_allclose(aquadqn.product(x, kernel), x @ kernel, rtol=1e-5, atol=1e-6)
     for ours, plain in zip(gradients(aquadqn.product), gradients(jnp.matmul)):
@@ -261,7 +315,8 @@ def test_dropout_only_in_training_and_with_the_right_scale():
     params = network.init(jax.random.PRNGKey(0), observations)
     assert_array_equal(network.apply(params, observations), network.apply(params, observations))
     first, second = (
-        network.apply(params, observations, train=True, rngs={"dropout": jax.random.PRNGKey(i)}) for i in range(2)
+        network.apply(params, observations, train=True, rngs={"dropout": jax.random.PRNGKey(i)})
+        for i in range(2)
     )
     assert np.abs(first - second).max() > 0
 
@@ -271,19 +326,30 @@ def test_leading_dimensions_pass_through():
     params = network.init(jax.random.PRNGKey(0), jnp.zeros(5))
     observations = RNG.normal(size=(2, 6, 5)).astype(np.float32)
     assert network.apply(params, observations).shape == (2, 6, 4, 3)
-    assert_allclose(network.apply(params, observations[1, 2]), network.apply(params, observations)[1, 2], atol=1e-5)
+    assert_allclose(
+        network.apply(params, observations[1, 2]),
+        network.apply(params, observations)[1, 2],
+        atol=1e-5,
+    )
 
 
 def test_q_network_has_the_papers_layers():
     params = aquadqn.QNetwork(10).init(jax.random.PRNGKey(0), jnp.zeros(39))["params"]
-    assert [params[f"Dense_{i}"]["kernel"].shape for i in range(4)] == [(39, 512), (512, 512), (512, 256), (256, 10)]
+    assert [params[f"Dense_{i}"]["kernel"].shape for i in range(4)] == [
+        (39, 512),
+        (512, 512),
+        (512, 256),
+        (256, 10),
+    ]
     assert params["LayerNorm_0"]["scale"].shape == (512,)
 
 
 def test_elu_equals_flax():
     x = np.linspace(-20, 20, 1000, dtype=np.float32)  # without 0 itself
     assert_allclose(aquadqn.elu(x), jax.nn.elu(x), atol=1e-6)
-    assert_allclose(jax.vmap(jax.grad(aquadqn.elu))(x), jax.vmap(jax.grad(jax.nn.elu))(x), atol=1e-6)
+    assert_allclose(
+        jax.vmap(jax.grad(aquadqn.elu))(x), jax.vmap(jax.grad(jax.nn.elu))(x), atol=1e-6
+    )
 
 
 def test_candidate_training_finds_both_modes_of_two_mode_data():
@@ -293,8 +359,12 @@ def test_candidate_training_finds_both_modes_of_two_mode_data():
     actions = np.where(RNG.random((256, 1)) < 0.5, 1.0, -1.0).astype(np.float32)
     network, optimizer = CandidateNetwork(2, 1), optax.adam(1e-3)
     params = network.init(jax.random.PRNGKey(0), observations)
-    state = aquadqn.CandidateState(params, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(1))
-    state, _ = aquadqn.make_candidate_update(network, optimizer, args)(state, observations, actions, 400)
+    state = aquadqn.CandidateState(
+        params, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(1)
+    )
+    state, _ = aquadqn.make_candidate_update(network, optimizer, args)(
+        state, observations, actions, 400
+    )
     candidates = np.sort(np.asarray(network.apply(state.params, observations))[..., 0], axis=1)
     assert_allclose(candidates.mean(0), [-1, 1], atol=0.05)
 
@@ -303,9 +373,13 @@ def test_candidate_training_finds_both_modes_of_two_mode_data():
 
 
 def test_the_temperature_falls_geometrically_in_the_first_half_and_then_stays():
-    at = [float(aquadqn.annealed_temperature(jnp.asarray(step), 1.0, 0.01, 1000)) for step in (0, 250, 500, 501, 999)]
+    args = Args(temperature_start=1.0, temperature=0.01, candidate_steps=1000)
+    steps = (0, 250, 500, 501, 999)
+    at = [float(aquadqn.annealed_temperature(args, jnp.asarray(step))) for step in steps]
     assert_allclose(at, [1.0, 0.1, 0.01, 0.01, 0.01], rtol=1e-5)
-    assert aquadqn.annealed_temperature(jnp.asarray(3), 0.01, 0.01, 1000) == 0.01  # the paper's constant, not an array
+    paper = Args(temperature_start=0.01, temperature=0.01, candidate_steps=1000)
+    temperature = aquadqn.annealed_temperature(paper, jnp.asarray(3))
+    assert temperature == 0.01 and isinstance(temperature, float)  # a constant, not an array
 
 
 def test_the_temperature_starts_at_a_quarter_of_the_actions_variance_unless_told():
@@ -323,14 +397,23 @@ def train_two_candidates(**changes) -> np.ndarray:
     network, optimizer = CandidateNetwork(2, 1), optax.adam(1e-2)
     params = network.init(jax.random.PRNGKey(0), observations)
     params["params"]["head_1_bias"] = jnp.array([[0.0], [4.0]])
-    state = aquadqn.CandidateState(params, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(1))
-    state, _ = aquadqn.make_candidate_update(network, optimizer, args)(state, observations, actions, 600)
+    state = aquadqn.CandidateState(
+        params, optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(1)
+    )
+    state, _ = aquadqn.make_candidate_update(network, optimizer, args)(
+        state, observations, actions, 600
+    )
     return np.asarray(network.apply(state.params, observations))[..., 0].mean(0)
 
 
 def test_annealing_revives_a_candidate_that_a_constant_temperature_leaves_dead():
-    constant, annealed = train_two_candidates(temperature_start=0.001), train_two_candidates(temperature_start=10.0)
-    assert constant[1] > 2 and abs(constant[0]) < 0.3  # the first clones the mean, the second never moves
+    constant, annealed = (
+        train_two_candidates(temperature_start=0.001),
+        train_two_candidates(temperature_start=10.0),
+    )
+    assert (
+        constant[1] > 2 and abs(constant[0]) < 0.3
+    )  # the first clones the mean, the second never moves
     assert_allclose(np.sort(annealed), [-1, 1], atol=0.1)
 
 
@@ -346,7 +429,9 @@ def test_the_average_against_a_hand_computation():
     average = {"w": jnp.array([1.0, 2.0])}
     for value in (3.0, 5.0):
         average = aquadqn.averaged(average, {"w": jnp.full(2, value)}, 0.9)
-    assert_allclose(average["w"], [0.9 * (0.9 * 1 + 0.3) + 0.5, 0.9 * (0.9 * 2 + 0.3) + 0.5], rtol=1e-6)
+    assert_allclose(
+        average["w"], [0.9 * (0.9 * 1 + 0.3) + 0.5, 0.9 * (0.9 * 2 + 0.3) + 0.5], rtol=1e-6
+    )
 
 
 def test_an_update_averages_the_network_after_every_step_and_evaluation_uses_the_average():
@@ -354,13 +439,19 @@ def test_an_update_averages_the_network_after_every_step_and_evaluation_uses_the
     params = network.init(jax.random.PRNGKey(0), jnp.zeros(1))
     replay = eight_steps()
     args = Args(batch_size=4, ema_decay=0.5)
-    moving = aquadqn.make_update(network, optimizer, args)(new_agent(params, optimizer), replay, replay)[0]
+    moving = aquadqn.make_update(network, optimizer, args)(
+        new_agent(params, optimizer), replay, replay
+    )[0]
     params = network.init(jax.random.PRNGKey(0), jnp.zeros(1))
     off = new_agent(params, optimizer)._replace(average_params=None)
-    still = aquadqn.make_update(network, optimizer, Args(batch_size=4, ema_decay=0.0))(off, replay, replay)[0]
+    still = aquadqn.make_update(network, optimizer, Args(batch_size=4, ema_decay=0.0))(
+        off, replay, replay
+    )[0]
     assert aquadqn.evaluated_params(still) is still.params
     assert aquadqn.evaluated_params(moving) is moving.average_params
-    bias = [p["params"]["Dense_3"]["bias"] for p in (moving.params, still.params, moving.average_params)]
+    bias = [
+        p["params"]["Dense_3"]["bias"] for p in (moving.params, still.params, moving.average_params)
+    ]
     assert_array_equal(bias[0], bias[1])  # averaging changes nothing in what is learned
     assert 0 < np.abs(bias[2] - bias[0]).max() < np.abs(bias[0]).max()
 
@@ -416,10 +507,3 @@ def test_wilson_interval_by_hand():
     low, high = aquadqn.wilson_interval(np.array([1.0] * 8 + [0.0] * 2))
     assert_allclose([low, high], [0.490, 0.943], atol=1e-3)  # Wilson's interval for 8 of 10
     assert aquadqn.wilson_interval(np.ones(30))[1] == pytest.approx(1.0)
-
-
-def test_candidate_picture_has_a_panel_per_step():
-    box = gym.spaces.Box(-1, 1, (3,), np.float32)
-    picture = aquadqn.candidate_picture(RNG.normal(size=(4, 5, 3)), RNG.normal(size=(4, 3)), [0, 3, 6, 9], box)
-    assert picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3
-    assert 0.5 < (picture == 255).mean() < 0.99  # mostly white paper, but not empty

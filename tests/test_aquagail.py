@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import flax.linen as nn
@@ -22,8 +23,17 @@ import aquagail
 from aquagail import Args, Replay, Transition
 
 ENV_ID, DATASET_ID = "tiny_env:Reach-v0", "tiny/reach/expert-v0"
-TINY = dict(env_id=ENV_ID, dataset_id=DATASET_ID, candidate_steps=200, num_actions=4, batch_size=16, buffer_size=300)
-TINY |= dict(total_timesteps=1100, eval_every=550, eval_episodes=3, learning_starts=50, checkpoint_every=20)
+TINY = dict(
+    env_id=ENV_ID,
+    dataset_id=DATASET_ID,
+    candidate_steps=200,
+    num_actions=4,
+    batch_size=16,
+    buffer_size=300,
+)
+TINY |= dict(
+    total_timesteps=1100, eval_every=550, eval_episodes=3, learning_starts=50, checkpoint_every=20
+)
 TINY |= dict(discriminator_learning_rate=1e-3, learning_rate=1e-3, quiet=True)
 
 
@@ -43,17 +53,11 @@ def small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(aquagail.Run, "catch_signals", lambda run: None)
 
 
-def skip_picture(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(aquagail, "picture_candidates", lambda *_: None)
-
-
-def train_in(folder: Path, picture: bool = False, **changes) -> Path:
+def train_in(folder: Path, **changes) -> Path:
     """The run folder of a training in the given working folder."""
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
         patch.chdir(folder)
-        if not picture:
-            skip_picture(patch)
         return folder / aquagail.train(Args(**TINY | changes))
 
 
@@ -68,8 +72,9 @@ def arrays(path: Path) -> list[np.ndarray]:
         return [file[name] for name in file.files if name != "meta"]
 
 
-def new_discriminator(args: Args, obs_dim: int, action_dim: int, seed: int = 0) -> aquagail.DiscriminatorState:
-    return jax.jit(lambda key: aquagail.init_discriminator(args, obs_dim, action_dim, key))(jax.random.PRNGKey(seed))
+def discriminator_step(args: Args) -> Callable:
+    """A gradient step on the expert's and the agent's features, compiled."""
+    return jax.jit(lambda *inputs: aquagail.update_discriminator(*inputs, args))
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -83,7 +88,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def finished(datasets, tmp_path_factory) -> Path:
     """The run folder of an uninterrupted run."""
-    return train_in(tmp_path_factory.mktemp("finished"), picture=True)
+    return train_in(tmp_path_factory.mktemp("finished"))
 
 
 # ---------------------------------------------------------------------------------------------- discriminator
@@ -92,7 +97,11 @@ def finished(datasets, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("p", [0.001, 0.3, 0.5, 0.9])
 def test_rewards_are_those_of_the_paper(p):
     logit = jnp.log((1 - p) / p)  # p is the probability of "agent", the logit that of "expert"
-    closed_forms = {0.0: -np.log(p), 1.0: np.log(1 - p), 0.5: -0.5 * np.log(p) + 0.5 * np.log(1 - p)}
+    closed_forms = {
+        0.0: -np.log(p),
+        1.0: np.log(1 - p),
+        0.5: -0.5 * np.log(p) + 0.5 * np.log(1 - p),
+    }
     for balance, reward in closed_forms.items():
         assert_allclose(aquagail.discriminator_reward(logit, balance), reward, rtol=1e-5, atol=1e-6)
     assert_allclose(aquagail.discriminator_reward(logit, 0.5), logit / 2, rtol=1e-5, atol=1e-6)
@@ -100,21 +109,40 @@ def test_rewards_are_those_of_the_paper(p):
 
 def test_rewards_stay_finite_and_keep_their_sign():
     logits = jnp.array([-200.0, -1.0, 0.0, 1.0, 200.0])
-    rewards = {balance: np.asarray(aquagail.discriminator_reward(logits, balance)) for balance in (0.0, 0.5, 1.0)}
-    assert all(np.isfinite(reward).all() and (np.diff(reward) >= 0).all() for reward in rewards.values())
+    rewards = {
+        balance: np.asarray(aquagail.discriminator_reward(logits, balance))
+        for balance in (0.0, 0.5, 1.0)
+    }
+    assert all(
+        np.isfinite(reward).all() and (np.diff(reward) >= 0).all() for reward in rewards.values()
+    )
     assert (rewards[0.0] >= 0).all() and (rewards[1.0] <= 0).all()
 
 
 def test_loss_against_a_computation_by_hand():
     expert, agent = [2.0, -1.0, 0.5], [0.0, -3.0, 1.0]
-    by_hand = [-np.log(1 / (1 + np.exp(-x))) for x in expert] + [-np.log(1 - 1 / (1 + np.exp(-x))) for x in agent]
-    assert_allclose(aquagail.discriminator_loss(jnp.array(expert), jnp.array(agent)), np.mean(by_hand), rtol=1e-6)
+    by_hand = [-np.log(1 / (1 + np.exp(-x))) for x in expert] + [
+        -np.log(1 - 1 / (1 + np.exp(-x))) for x in agent
+    ]
+    assert_allclose(
+        aquagail.discriminator_loss(jnp.array(expert), jnp.array(agent)),
+        np.mean(by_hand),
+        rtol=1e-6,
+    )
     assert_allclose(aquagail.discriminator_loss(jnp.zeros(3), jnp.zeros(3)), np.log(2), rtol=1e-6)
 
 
 def test_what_the_discriminator_sees():
-    observations, actions, following = jnp.ones((2, 5, 3)), 2 * jnp.ones((2, 5, 1)), 3 * jnp.ones((2, 5, 3))
-    expected = {"state-action": [1, 1, 1, 2], "state": [1, 1, 1], "state-next-state": [1, 1, 1, 3, 3, 3]}
+    observations, actions, following = (
+        jnp.ones((2, 5, 3)),
+        2 * jnp.ones((2, 5, 1)),
+        3 * jnp.ones((2, 5, 3)),
+    )
+    expected = {
+        "state-action": [1, 1, 1, 2],
+        "state": [1, 1, 1],
+        "state-next-state": [1, 1, 1, 3, 3, 3],
+    }
     for kind, values in expected.items():
         seen = aquagail.discriminator_input(kind, observations, actions, following)
         assert_array_equal(seen, np.broadcast_to(values, (2, 5, len(values))))
@@ -123,7 +151,11 @@ def test_what_the_discriminator_sees():
 def test_observations_are_normalised_and_actions_are_not():
     generator = np.random.default_rng(0)
     observations, following = generator.normal(5, [1, 10], (2, 1000, 2))
-    actions, mean, deviation = generator.normal(size=(1000, 1)), observations.mean(axis=0), observations.std(axis=0)
+    actions, mean, deviation = (
+        generator.normal(size=(1000, 1)),
+        observations.mean(axis=0),
+        observations.std(axis=0),
+    )
     steps = Transition(observations, following, actions, None, None, None)
     reference = aquagail.Reference(mean, deviation, None, None, None)
     args = Args(discriminator_input="state-action")
@@ -140,14 +172,18 @@ def test_observations_are_normalised_and_actions_are_not():
 def test_it_tells_two_gaussians_apart(regularization):
     args = Args(discriminator_regularization=regularization, discriminator_learning_rate=1e-2)
     args.discriminator_weight_decay, args.discriminator_input = 0.1, "state"
-    network, optimizer = aquagail.make_discriminator(args)
-    step = jax.jit(aquagail.make_discriminator_step(network, optimizer))
-    state = new_discriminator(args, 4, 2)
+    network, _ = aquagail.make_discriminator(args)
+    step = discriminator_step(args)
+    state = aquagail.init_discriminator(args, 4, 2)
     generator = np.random.default_rng(0)
     for _ in range(300):
-        expert, agent = generator.normal([1, 1, 0, 0], 0.5, (64, 4)), generator.normal([-1, -1, 0, 0], 0.5, (64, 4))
+        expert, agent = (
+            generator.normal([1, 1, 0, 0], 0.5, (64, 4)),
+            generator.normal([-1, -1, 0, 0], 0.5, (64, 4)),
+        )
         state, metrics = step(state, jnp.asarray(expert), jnp.asarray(agent))
     assert metrics["discriminator/accuracy"] > 0.95 and metrics["discriminator/loss"] < 0.4
+    assert metrics["discriminator/reward_mean"] < -1  # of the agent's steps
     rewards = aquagail.discriminator_reward(
         network.apply(state.params, jnp.array([[1.0, 1, 0, 0], [-1, -1, 0, 0]])), 0.5
     )
@@ -156,9 +192,9 @@ def test_it_tells_two_gaussians_apart(regularization):
 
 def test_indistinguishable_data_is_neither_expert_nor_agent():
     args = Args(discriminator_learning_rate=1e-3, discriminator_input="state")
-    network, optimizer = aquagail.make_discriminator(args)
-    step = jax.jit(aquagail.make_discriminator_step(network, optimizer))
-    state, generator = new_discriminator(args, 3, 2), np.random.default_rng(0)
+    network, _ = aquagail.make_discriminator(args)
+    step = discriminator_step(args)
+    state, generator = aquagail.init_discriminator(args, 3, 2), np.random.default_rng(0)
     before = np.abs(network.apply(state.params, generator.normal(size=(500, 3)))).mean()
     for _ in range(600):
         state, _ = step(state, *jnp.asarray(generator.normal(size=(2, 64, 3)), jnp.float32))
@@ -167,20 +203,24 @@ def test_indistinguishable_data_is_neither_expert_nor_agent():
 
 
 def test_regularisation_does_what_it_says():
-    state = new_discriminator(Args(discriminator_input="state"), 6, 2)
+    state = aquagail.init_discriminator(Args(discriminator_input="state"), 6, 2)
     data = jax.random.normal(jax.random.PRNGKey(1), (2, 32, 6))
 
     def after_a_step(regularization: str) -> list[list[np.ndarray]]:
         """The parameters after one step on the same data, with either of two seeds."""
         args = Args(discriminator_regularization=regularization, discriminator_learning_rate=1e-3)
         args.discriminator_weight_decay = 20.0
-        step = jax.jit(aquagail.make_discriminator_step(*aquagail.make_discriminator(args)))
+        step = discriminator_step(args)
         states = [step(state._replace(key=jax.random.PRNGKey(seed)), *data)[0] for seed in (1, 2)]
         return [jax.tree.leaves(state.params) for state in states]
 
     plain, decayed, dropped = map(after_a_step, ("none", "weight-decay", "dropout"))
-    for start, ours, theirs in zip(jax.tree.leaves(state.params), decayed[0], plain[0], strict=True):
-        assert_allclose(ours, theirs - 1e-3 * 20.0 * start, rtol=1e-4, atol=1e-6)  # every parameter decays
+    for start, ours, theirs in zip(
+        jax.tree.leaves(state.params), decayed[0], plain[0], strict=True
+    ):
+        assert_allclose(
+            ours, theirs - 1e-3 * 20.0 * start, rtol=1e-4, atol=1e-6
+        )  # every parameter decays
     for (one, other), random in ((plain, False), (decayed, False), (dropped, True)):
         assert any(np.any(a != b) for a, b in zip(one, other)) == random
 
@@ -189,8 +229,12 @@ def test_dropout_rates_and_sizes():
     args = Args(discriminator_layers=2, discriminator_units=7, discriminator_input_dropout=0.75)
     network, _ = aquagail.make_discriminator(args)
     assert (network.input_dropout, network.hidden_dropout) == (0.75, 0.5)
-    params = jax.eval_shape(lambda key: aquagail.init_discriminator(args, 3, 2, key), jax.random.PRNGKey(0)).params
-    assert sorted(x.shape for x in jax.tree.leaves(params) if len(x.shape) == 2) == [(3, 7), (7, 1), (7, 7)]
+    params = jax.eval_shape(lambda: aquagail.init_discriminator(args, 3, 2)).params
+    assert sorted(x.shape for x in jax.tree.leaves(params) if len(x.shape) == 2) == [
+        (3, 7),
+        (7, 1),
+        (7, 7),
+    ]
     assert jax.eval_shape(network.apply, params, jnp.zeros((4, 9, 3))).shape == (4, 9)
 
 
@@ -205,7 +249,11 @@ def filled_replay(count: int, capacity: int, seed: int = 0) -> tuple[Replay, Tra
     for step in range(count):
         ended = generator.random() < 0.3
         terminated = ended and generator.random() < 0.5
-        observation, following, action = generator.normal(size=3), generator.normal(size=3), generator.normal(size=2)
+        observation, following, action = (
+            generator.normal(size=3),
+            generator.normal(size=3),
+            generator.normal(size=2),
+        )
         observation[0] = step  # so that a sampled transition can be found again
         steps.append(Transition(observation, following, action, step % 7, terminated, ended))
     for start in range(0, count, 8):
@@ -217,7 +265,9 @@ def test_a_row_on_disk_is_observation_next_observation_action_index_terminated_e
     replay, steps = filled_replay(24, capacity=40)
     rows = np.stack([aquagail.pack(Transition(*step)) for step in zip(*steps)])
     scalars = np.stack([steps.action, steps.terminated, steps.ended], axis=1)
-    expected = np.concatenate([steps.observation, steps.next_observation, steps.executed_action, scalars], axis=1)
+    expected = np.concatenate(
+        [steps.observation, steps.next_observation, steps.executed_action, scalars], axis=1
+    )
     assert rows.dtype == np.float32
     assert_array_equal(rows, expected)
     for ours, theirs in zip(aquagail.unpack(rows, replay.transitions), steps, strict=True):
@@ -232,17 +282,23 @@ def test_windows_and_their_rewards_against_brute_force(n_step, count):
     judge = aquagail.Discriminator(1, 8)
     params = jax.jit(judge.init)(jax.random.PRNGKey(1), jnp.zeros(5))
 
+    def reward_of(steps: Transition) -> jax.Array:
+        seen = steps.observation, steps.executed_action, steps.next_observation
+        logits = judge.apply(params, aquagail.discriminator_input("state-action", *seen))
+        return aquagail.discriminator_reward(logits, 0.5)
+
     @jax.jit
     def draw(replay: Replay) -> aquagail.Batch:
-        windows = aquagail.sample(replay, jax.random.PRNGKey(2), 300, n_step)
-        seen = windows.observation, windows.executed_action, windows.next_observation
-        logits = judge.apply(params, aquagail.discriminator_input("state-action", *seen))
-        return aquagail.reward_windows(windows, aquagail.discriminator_reward(logits, 0.5), gamma)
+        return aquagail.sample(replay, jax.random.PRNGKey(2), 300, n_step, gamma, reward_of)
 
     batch = jax.tree.map(np.asarray, draw(replay))
     drawn = batch.observations[:, 0].astype(int)
-    assert set(drawn) == set(range(max(0, count - 40), count))  # everything that is kept, nothing else
-    logits = np.asarray(judge.apply(params, np.concatenate([steps.observation, steps.executed_action], axis=1)))
+    assert set(drawn) == set(
+        range(max(0, count - 40), count)
+    )  # everything that is kept, nothing else
+    logits = np.asarray(
+        judge.apply(params, np.concatenate([steps.observation, steps.executed_action], axis=1))
+    )
     for i, step in enumerate(drawn):
         total, factor, last = 0.0, 1.0, step
         for last in range(step, min(step + n_step, count)):
@@ -258,12 +314,11 @@ def test_windows_and_their_rewards_against_brute_force(n_step, count):
 @pytest.mark.parametrize("count", [24, 88])
 def test_single_steps_are_whole_and_cover_what_is_stored(count):
     replay, steps = filled_replay(count, capacity=40)
-    drawn = aquagail.sample(replay, jax.random.PRNGKey(0), 500, n_step=1)
-    numbers = np.asarray(drawn.observation[:, 0, 0]).astype(int)
+    drawn = aquagail.sample_steps(replay, jax.random.PRNGKey(0), 500)
+    numbers = np.asarray(drawn.observation[:, 0]).astype(int)
     assert set(numbers) == set(range(max(0, count - 40), count))
-    ended = np.maximum(steps.ended, np.arange(count) == count - 1)  # the newest one counts as an end
-    for ours, theirs in zip(drawn, steps._replace(ended=ended), strict=True):
-        assert_array_equal(ours[:, 0], theirs[numbers])
+    for ours, theirs in zip(drawn, steps, strict=True):
+        assert_array_equal(ours, theirs[numbers])
 
 
 def test_q_values_become_the_rewards_of_the_current_discriminator():
@@ -277,15 +332,30 @@ def test_q_values_become_the_rewards_of_the_current_discriminator():
     params = jax.jit(q_network.init)(jax.random.PRNGKey(0), jnp.zeros(3))
     average, target = (jax.tree.map(jnp.copy, params) for _ in range(2))
     agent = aquagail.AgentState(
-        params, average, target, optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.PRNGKey(1)
+        params,
+        average,
+        target,
+        optimizer.init(params),
+        jnp.zeros((), jnp.int32),
+        jax.random.PRNGKey(1),
     )
     for seed in (0, 1):
-        discriminator = new_discriminator(args, 3, 2, seed)
-        expected = judge.apply(discriminator.params, aquagail.discriminator_features(args, reference, steps)) / 2
-        for _ in range(100):
+        args.seed = seed
+        discriminator = aquagail.init_discriminator(args, 3, 2)
+        expected = (
+            judge.apply(
+                discriminator.params, aquagail.discriminator_features(args, reference, steps)
+            )
+            / 2
+        )
+        for _ in range(250):
             agent, discriminator, metrics = learn(agent, discriminator, replay, replay)
         q = q_network.apply(agent.params, steps.observation)[np.arange(40), steps.action]
-        assert np.std(expected) > 0.05 and np.corrcoef(q, expected)[0, 1] > 0.9 and np.abs(np.mean(q - expected)) < 0.1
+        assert (
+            np.std(expected) > 0.05
+            and np.corrcoef(q, expected)[0, 1] > 0.9
+            and np.abs(np.mean(q - expected)) < 0.1
+        )
         assert_allclose(metrics["discriminator/reward_mean"], np.mean(expected), atol=0.05)
         assert_allclose(metrics["discriminator/reward_std"], np.std(expected), rtol=0.3)
 
@@ -336,14 +406,16 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkey
         return evaluate(*arguments)
 
     small(monkeypatch)
-    skip_picture(monkeypatch)
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr(aquagail.Run, "catch_signals", note_run)
         patch.setattr(aquagail, "evaluate", evaluate_and_ask)
         aquagail.train(Args(**TINY, candidates_from=str(finished)))
     (run,) = (tmp_path / "runs").iterdir()
-    assert stopped.value.code == 128 + signal.SIGTERM and f"--resume runs/{run.name}" in capsys.readouterr().err
+    assert (
+        stopped.value.code == 128 + signal.SIGTERM
+        and f"--resume runs/{run.name}" in capsys.readouterr().err
+    )
     steps = (run / "replay.f32").stat().st_size // (4 * (2 * 4 + 2 + 3))
     assert TINY["buffer_size"] < steps == 567 and steps % aquagail.STEPS_PER_CALL
     interrupted[0].lock.close()  # as the end of its process would have done
@@ -364,12 +436,17 @@ def test_a_run_leaves_everything_behind(finished):
 
     rows = read_scores(finished)
     assert [int(row["step"]) for row in rows] == [0, 550, 1100]
-    assert all(0 <= float(row["success_rate"]) <= 1 and float(row["wasserstein"]) > 0 for row in rows)
-    assert (
-        len({row["human_wasserstein_median"] for row in rows}) == 1 and float(rows[0]["human_wasserstein_median"]) > 0
+    assert all(
+        0 <= float(row["success_rate"]) <= 1 and float(row["wasserstein"]) > 0 for row in rows
     )
-    assert (finished / "candidates.png").stat().st_size > 1000
-    assert finished.name.startswith("tiny_env_Reach-v0__aquagail__1__") and not list(finished.glob("*.partial"))
+    assert (
+        len({row["human_wasserstein_median"] for row in rows}) == 1
+        and float(rows[0]["human_wasserstein_median"]) > 0
+    )
+    assert (finished / "candidates_along.npz").exists()
+    assert finished.name.startswith("tiny_env_Reach-v0__aquagail__1__") and not list(
+        finished.glob("*.partial")
+    )
     events = EventAccumulator(str(finished), size_guidance={"scalars": 0})
     events.Reload()
     judged = {f"discriminator/{name}" for name in ("accuracy", "loss", "reward_mean", "reward_std")}
@@ -387,13 +464,14 @@ def test_a_run_leaves_everything_behind(finished):
 
 
 def test_the_discriminator_is_in_the_checkpoint(finished):
-    args, dims = aquagail.load_args(finished), (4, 2)
-    fresh = aquagail.init_discriminator(args, *dims, jax.random.fold_in(jax.random.PRNGKey(args.seed), 2))
+    fresh = aquagail.init_discriminator(aquagail.load_args(finished), 4, 2)
     expected = {leaf.shape for leaf in jax.tree.leaves(fresh.params) if leaf.ndim == 2}
     kept = [array for array in arrays(finished / "state.npz") if array.shape in expected]
     assert {array.shape for array in kept} == expected == {(4, 64), (64, 1)}
     start = {leaf.shape: leaf for leaf in jax.tree.leaves(fresh.params)}
-    assert not any(np.array_equal(array, start[array.shape]) for array in kept)  # and it has learned
+    assert not any(
+        np.array_equal(array, start[array.shape]) for array in kept
+    )  # and it has learned
 
 
 def test_the_executed_action_is_kept_beside_its_index(finished):
@@ -409,11 +487,67 @@ def test_evaluate_repeats_the_last_evaluation(finished, monkeypatch, capsys):
     run_script(monkeypatch, "--evaluate", str(finished), "--eval-episodes", "3", "--capture-video")
     out, last = capsys.readouterr().out, read_scores(finished)[-1]
     assert (
-        f"success {float(last['success_rate']):.3f} (" in out and f"return  {float(last['episodic_return']):.3f}" in out
+        f"success {float(last['success_rate']):.3f} (" in out
+        and f"return  {float(last['episodic_return']):.3f}" in out
     )
     distance, human = float(last["wasserstein"]), float(last["human_wasserstein_median"])
     assert f"Wasserstein distance {distance:.3f}; human {human:.3f} (" in out
     assert (finished / "videos" / "evaluation_1100.mp4").stat().st_size > 500
+
+
+# ------------------------------------------------------------------------------------------------- the human score
+
+
+@pytest.fixture
+def small_scores(monkeypatch, tmp_path) -> list[int]:
+    """An empty Minari root, and a list that grows with every human score that is worked out."""
+    computed = []
+
+    def human_scores(states: np.ndarray, ends: np.ndarray, quiet: bool) -> np.ndarray:
+        computed.append(len(states))
+        return np.arange(101.0) / 7
+
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    monkeypatch.setattr(aquagail, "human_scores", human_scores)
+    return computed
+
+
+def demonstrations(episodes: int, seed: int = 0) -> aquagail.Demonstrations:
+    states = np.random.default_rng(seed).normal(size=(episodes * 4, 3)).astype(np.float32)
+    ends = np.arange(len(states)) % 4 == 3
+    return aquagail.Demonstrations(states, states, ends, states, ends, ends)
+
+
+def test_the_human_score_is_made_once_per_dataset(small_scores, tmp_path, monkeypatch):
+    first, again = (aquagail.make_reference(demonstrations(6), "a/b-v0") for _ in range(2))
+    assert small_scores == [24]
+    for ours, theirs in zip(first, again, strict=True):
+        assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype == np.float32
+    (path,) = (tmp_path / "minari").iterdir()
+    assert path.name.startswith("human_score_a_b-v0_")
+    aquagail.make_reference(demonstrations(6, seed=1), "a/b-v0")  # the dataset was made anew
+    aquagail.make_reference(demonstrations(7), "a/b-v0")
+    monkeypatch.setattr(aquagail, "SINKHORN_POINTS", 10)
+    aquagail.make_reference(demonstrations(6), "a/b-v0")
+    assert small_scores == [24, 24, 28, 24]
+
+
+@pytest.mark.parametrize("damage", [b"", b"[1.0, 2", b"[1.0]", b"{}", b"\xff\x00", b'["a", 1, 2]'])
+def test_a_damaged_human_score_is_made_again(small_scores, tmp_path, damage):
+    whole = aquagail.make_reference(demonstrations(6), "a-v0").human
+    (path,) = (tmp_path / "minari").iterdir()
+    path.write_bytes(damage)
+    for _ in range(2):
+        assert_array_equal(aquagail.make_reference(demonstrations(6), "a-v0").human, whole)
+    assert len(small_scores) == 2
+
+
+def test_a_root_that_cannot_be_written_costs_only_time(small_scores, tmp_path):
+    (tmp_path / "minari").write_text("a file, not a folder")
+    for _ in range(2):
+        assert np.isfinite(aquagail.make_reference(demonstrations(6), "a-v0").human).all()
+    assert len(small_scores) == 2
 
 
 # --------------------------------------------------------------------------------------------------- bad input
@@ -435,12 +569,17 @@ def test_evaluate_repeats_the_last_evaluation(finished, monkeypatch, capsys):
         (["--env-id", "Pendulum-v1"], "--dataset-id"),
         (["--env-id", "Pendulum-v1", "--dataset-id", DATASET_ID], "shape"),
         (["--env-id", ENV_ID, "--dataset-id", "not an id"], "not an id"),
-        (["--env-id", ENV_ID, "--dataset-id", DATASET_ID, "--candidates-from", "no/such/run"], "no/such/run"),
+        (
+            ["--env-id", ENV_ID, "--dataset-id", DATASET_ID, "--candidates-from", "no/such/run"],
+            "no/such/run",
+        ),
         (["--resume", "no/such/run"], "no/such/run"),
         (["--evaluate", "no/such/run"], "no/such/run"),
     ],
 )
-def test_bad_arguments_end_with_one_line_and_code_2(datasets, tmp_path, monkeypatch, capsys, arguments, words):
+def test_bad_arguments_end_with_one_line_and_code_2(
+    datasets, tmp_path, monkeypatch, capsys, arguments, words
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         run_script(monkeypatch, *arguments)
@@ -456,7 +595,8 @@ def test_resume_refuses_another_discriminator(finished, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, damage", [("state.npz", b"PK\x03\x04 cut off"), ("reference.npz", b""), ("replay.f32", b"")]
+    "name, damage",
+    [("state.npz", b"PK\x03\x04 cut off"), ("reference.npz", b""), ("replay.f32", b"")],
 )
 def test_a_damaged_checkpoint_is_one_line(finished, tmp_path, monkeypatch, capsys, name, damage):
     run = tmp_path / "run"

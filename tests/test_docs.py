@@ -45,7 +45,9 @@ TINY = """--candidate-steps 500 --total-timesteps 63 --eval-every 42 --eval-epis
 
 def blocks(page: Path, heading: str) -> list[str]:
     """The code blocks under a heading."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)^## ", page.read_text(), re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(
+        rf"^## {heading}\n(.*?)^## ", page.read_text(), re.MULTILINE | re.DOTALL
+    )
     return re.findall(r"^```\w*\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
 
@@ -64,7 +66,11 @@ def test_the_readmes_way_from_arrays_to_a_trained_agent(tmp_path):
     }
     for arguments in (["snippet.py"], [str(ROOT / script), *words, *TINY.split()]):
         done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()

@@ -17,7 +17,15 @@ from numpy.testing import assert_allclose, assert_array_equal
 from PIL import Image
 
 import gridworld
-from gridworld import CROSSROADS, ROLLOUTS, STEP_LENGTH, Args, GridWorld, angle_between, constant_temperature
+from gridworld import (
+    CROSSROADS,
+    ROLLOUTS,
+    STEP_LENGTH,
+    Args,
+    GridWorld,
+    angle_between,
+    constant_temperature,
+)
 
 ROOT = Path(__file__).parents[1]
 RIGHT, UP, DIAGONAL = np.array([1.0, 0.0]), np.array([0.0, 1.0]), np.array([1.0, 1.0])
@@ -46,8 +54,12 @@ def annealing(demos):
     constant = []
     for seed in (3, 5):
         args = Args(quiet=True, seed=seed, candidate_steps=3000)
-        constant.append(constant_temperature(args, gridworld.ANNEALING_K, gridworld.ANNEALING_TEMPERATURE))
-    annealed = [dataclasses.replace(args, temperature_start=Args.temperature_start) for args in constant]
+        constant.append(
+            constant_temperature(args, gridworld.ANNEALING_K, gridworld.ANNEALING_TEMPERATURE)
+        )
+    annealed = [
+        dataclasses.replace(args, temperature_start=Args.temperature_start) for args in constant
+    ]
     fits = gridworld.fit_networks(constant + annealed, demos)
     return fits[:2], fits[2:]
 
@@ -56,7 +68,9 @@ def annealing(demos):
 
 
 def test_environment_passes_the_checker_without_a_warning(monkeypatch):
-    monkeypatch.setitem(gym.registry, "GridWorld-v0", EnvSpec("GridWorld-v0", entry_point=GridWorld))
+    monkeypatch.setitem(
+        gym.registry, "GridWorld-v0", EnvSpec("GridWorld-v0", entry_point=GridWorld)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(gym.make("GridWorld-v0", render_mode="rgb_array").unwrapped)
@@ -87,7 +101,9 @@ def test_goal_ends_the_episode_with_reward_and_wandering_is_cut_off():
     assert (1.0, True, False) in outcomes and all(o == (0.0, False, False) for o in outcomes[:12])
     env.reset(seed=0)
     outcomes = [env.step(-DIAGONAL)[1:4] for _ in range(gridworld.MAX_STEPS)]
-    assert outcomes[-1] == (0.0, False, True) and not any(truncated for _, _, truncated in outcomes[:-1])
+    assert outcomes[-1] == (0.0, False, True) and not any(
+        truncated for _, _, truncated in outcomes[:-1]
+    )
 
 
 def test_rendering_follows_the_agent():
@@ -122,7 +138,10 @@ def test_demonstrator_goes_right_or_up_then_diagonally_then_along_an_edge(demos)
 
 
 def test_demonstrations_are_seeded_and_any_number_can_be_had():
-    few, more, other = (gridworld.run_episodes(gridworld.demonstrator, n, seed) for n, seed in ((3, 5), (7, 5), (3, 6)))
+    few, more, other = (
+        gridworld.run_episodes(gridworld.demonstrator, n, seed)
+        for n, seed in ((3, 5), (7, 5), (3, 6))
+    )
     assert (len(few), len(more)) == (3, 7)
     for a, b in zip(few, more):
         assert_array_equal(a.states, b.states)
@@ -159,17 +178,24 @@ def test_a_low_temperature_frees_the_farthest_candidate_not_the_nearest(fits, de
 def test_loss_falls_and_candidates_beat_cloning(fits):
     for fit in fits.values():
         assert np.isnan(fit.losses[0]) and fit.losses[-10:].mean() < fit.losses[1]
-        assert fit.steps[-1] == FEWER_STEPS.candidate_steps and len(fit.steps) == len(fit.losses) == len(fit.fields)
+        assert fit.steps[-1] == FEWER_STEPS.candidate_steps and len(fit.steps) == len(
+            fit.losses
+        ) == len(fit.fields)
     assert fits[2, 0.01].losses[-10:].mean() < 0.1 * fits[1, 0.01].losses[-10:].mean()
 
 
 def test_rollouts_of_candidates_stay_with_the_demonstrator_where_cloning_does_not(fits, demos):
     policies = {"demonstrator": gridworld.demonstrator}
     policies |= {str(k): gridworld.towards_goal(fits[k, 0.01]) for k in (1, 2)}
-    rollouts = {name: gridworld.roll_out(name, 1, policy, demos) for name, policy in policies.items()}
+    rollouts = {
+        name: gridworld.roll_out(name, 1, policy, demos) for name, policy in policies.items()
+    }
     for rollout in rollouts.values():
         assert len(rollout.episodes) == ROLLOUTS and rollout.measures["reached_goal"] == 1
-    off = {name: rollout.measures["degrees_off_demonstrated_directions"] for name, rollout in rollouts.items()}
+    off = {
+        name: rollout.measures["degrees_off_demonstrated_directions"]
+        for name, rollout in rollouts.items()
+    }
     assert off["demonstrator"] < 1e-3 and off["2"] < 0.5 * off["1"]
     first_steps = [episode.actions[0] for episode in rollouts["1"].episodes]
     assert angle_between(np.array(first_steps), DIAGONAL).max() < 15
@@ -189,17 +215,26 @@ def test_a_constant_temperature_leaves_a_dead_head_and_annealing_does_not(anneal
     assert [gridworld.heads_in_use(fit, demos) for fit in constant] == [2, 2]
     assert [gridworld.heads_in_use(fit, demos) for fit in annealed] == [3, 3]
     for before, after in zip(constant, annealed):
-        sums = [fit.fields[0].sum(axis=1) for fit in (before, after)]  # heads are drawn in another order
+        sums = [
+            fit.fields[0].sum(axis=1) for fit in (before, after)
+        ]  # heads are drawn in another order
         assert_allclose(*sums, atol=1e-6)  # one initialisation
-        assert gridworld.candidate_errors(after, demos)[0] < gridworld.candidate_errors(before, demos)[0]
+        assert (
+            gridworld.candidate_errors(after, demos)[0]
+            < gridworld.candidate_errors(before, demos)[0]
+        )
     assert (constant[0].name, annealed[0].name) == ("K=3, T=0.001", "K=3, T=1 to 0.001")
 
 
 def test_heads_in_use_are_counted_from_one_percent_on():
-    actions = np.repeat([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]], [190, 8, 2], axis=0)  # 95, 4 and 1 percent
+    actions = np.repeat(
+        [[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]], [190, 8, 2], axis=0
+    )  # 95, 4 and 1 percent
     episode = gridworld.Episode(np.zeros((201, 2)), actions, np.zeros(200), True)
     heads = np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
-    fit = gridworld.Fit("", 4, lambda states: np.broadcast_to(heads, (len(states), 4, 2)), *[np.zeros(1)] * 3)
+    fit = gridworld.Fit(
+        "", 4, lambda states: np.broadcast_to(heads, (len(states), 4, 2)), *[np.zeros(1)] * 3
+    )
     assert gridworld.heads_in_use(fit, [episode]) == 3
 
 
@@ -234,7 +269,11 @@ def test_the_script_leaves_figures_and_numbers(fits, tmp_path, monkeypatch, caps
         return [fits.get((args.k, args.temperature), fits[2, 0.01]) for args in variants]
 
     monkeypatch.setattr(gridworld, "fit_networks", trained)
-    monkeypatch.setattr(sys, "argv", ["gridworld.py", "--num-demos", "20", "--out", str(tmp_path / "new" / "folder")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["gridworld.py", "--num-demos", "20", "--out", str(tmp_path / "new" / "folder")],
+    )
     gridworld.main()
     out = tmp_path / "new" / "folder"
     names = ("world", "candidates", "temperature", "annealing", "loss", "rollouts")
@@ -247,7 +286,10 @@ def test_the_script_leaves_figures_and_numbers(fits, tmp_path, monkeypatch, caps
     lines = (out / "rollouts.csv").read_text().splitlines()
     assert lines[0].startswith("policy,reached_goal,steps,") and len(lines) == 5
     printed = capsys.readouterr().out
-    assert lines[1] in printed and "heads in use (nearest for at least 1% of demonstrated actions):" in printed
+    assert (
+        lines[1] in printed
+        and "heads in use (nearest for at least 1% of demonstrated actions):" in printed
+    )
     assert "from 5 initialisations" in printed
 
 
@@ -264,7 +306,9 @@ def test_the_script_leaves_figures_and_numbers(fits, tmp_path, monkeypatch, caps
     ],
 )
 def test_bad_values_get_one_line_and_exit_code_2(arguments, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["gridworld.py", *arguments.split(), "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys, "argv", ["gridworld.py", *arguments.split(), "--out", str(tmp_path / "out")]
+    )
     with pytest.raises(SystemExit) as stop:
         gridworld.main()
     captured = capsys.readouterr()

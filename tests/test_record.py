@@ -45,7 +45,9 @@ def recorder(monkeypatch):
 @pytest.fixture(scope="module")
 def agent(datasets, tmp_path_factory) -> Path:
     """The run folder of an AQuaDQN agent that reaches the goal."""
-    settings = dict(candidate_steps=1500, num_actions=4, batch_size=32, total_timesteps=600, learning_starts=50)
+    settings = dict(
+        candidate_steps=1500, num_actions=4, batch_size=32, total_timesteps=600, learning_starts=50
+    )
     evaluation = dict(eval_every=300, eval_episodes=1, quiet=True)
     folder = tmp_path_factory.mktemp("agent")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
@@ -58,8 +60,12 @@ def agent(datasets, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def sac_run(datasets, tmp_path_factory) -> Path:
     """The run folder of a SAC agent."""
-    settings = dict(learning_rate=3e-3, n_step=1, reward_scale=1, reward="env", gamma=0.9, batch_size=16)
-    schedule = dict(total_timesteps=1500, eval_every=750, learning_starts=16, eval_episodes=3, quiet=True)
+    settings = dict(
+        learning_rate=3e-3, n_step=1, reward_scale=1, reward="env", gamma=0.9, batch_size=16
+    )
+    schedule = dict(
+        total_timesteps=1500, eval_every=750, learning_starts=16, eval_episodes=3, quiet=True
+    )
     folder = tmp_path_factory.mktemp("sac")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sac.Run, "catch_signals", lambda self: None)
@@ -92,7 +98,9 @@ def play(datasets):
 
 
 def test_recorded_demonstrations_are_successful(agent, recorder, root, capsys):
-    recorder(str(agent), "--dataset-id", "made/reach/agent-v0", "--episodes", "3", "--epsilon", "0.3")
+    recorder(
+        str(agent), "--dataset-id", "made/reach/agent-v0", "--episodes", "3", "--epsilon", "0.3"
+    )
     assert "made/reach/agent-v0: 3 successful of" in capsys.readouterr().out
     dataset = minari.load_dataset("made/reach/agent-v0")
     assert dataset.total_episodes == 3
@@ -104,7 +112,15 @@ def test_recorded_demonstrations_are_successful(agent, recorder, root, capsys):
 
 
 def test_a_recording_that_breaks_off_leaves_no_dataset(agent, recorder, root, monkeypatch, capsys):
-    words = [str(agent), "--dataset-id", "made/reach/agent-v0", "--episodes", "1", "--epsilon", "0.3"]
+    words = [
+        str(agent),
+        "--dataset-id",
+        "made/reach/agent-v0",
+        "--episodes",
+        "1",
+        "--epsilon",
+        "0.3",
+    ]
 
     def full_disk(path: Path) -> None:
         assert path.exists()  # Minari has written the dataset
@@ -113,7 +129,9 @@ def test_a_recording_that_breaks_off_leaves_no_dataset(agent, recorder, root, mo
     with monkeypatch.context() as broken, pytest.raises(SystemExit) as stopped:
         broken.setattr(record, "compress", full_disk)
         recorder(*words)
-    assert stopped.value.code == 2 and "made/reach/agent-v0': no space left" in capsys.readouterr().err
+    assert (
+        stopped.value.code == 2 and "made/reach/agent-v0': no space left" in capsys.readouterr().err
+    )
     assert list(root.iterdir()) == []
     recorder(*words)
     assert minari.load_dataset("made/reach/agent-v0").total_episodes == 1
@@ -139,7 +157,16 @@ def fail_always(step):
 
 
 def test_a_dataset_can_be_put_into_another_folder(agent, recorder, tmp_path):
-    words = ["--dataset-id", "made/reach/other-v0", "--episodes", "1", "--epsilon", "0.3", "--root", str(tmp_path)]
+    words = [
+        "--dataset-id",
+        "made/reach/other-v0",
+        "--episodes",
+        "1",
+        "--epsilon",
+        "0.3",
+        "--root",
+        str(tmp_path),
+    ]
     recorder(str(agent), *words)
     assert (tmp_path / "made" / "reach" / "other-v0" / "data" / "main_data.hdf5").exists()
     assert "made/reach/other-v0" not in minari.list_local_datasets()
@@ -158,7 +185,13 @@ def test_the_replay_and_rollouts_of_sac(sac_run, recorder, capsys):
     ends, demos_ends = rows[:, -1].copy(), demos.ends.astype(float)
     ends[-1] = 1.0  # the last episode was running
     assert_array_equal(demos_ends, ends)
-    fields = demos.observations, demos.next_observations, demos.actions, demos.rewards, demos.terminations
+    fields = (
+        demos.observations,
+        demos.next_observations,
+        demos.actions,
+        demos.rewards,
+        demos.terminations,
+    )
     for ours, theirs in zip(fields, sac.unpack(rows, sac.make_replay(1, OBS, DIM).transitions)):
         assert_array_equal(ours, theirs)
 
@@ -180,14 +213,26 @@ def test_the_replay_and_rollouts_of_sac(sac_run, recorder, capsys):
 def test_episodes_know_how_they_ended_and_success():
     rows = np.zeros((7, 2 + 1 + 3), np.float32)
     rows[:, 0], rows[:, 1] = np.arange(7), np.arange(7) + 1
-    rows[2, -2:], rows[4, -1] = 1, 1  # a termination, a truncation, and an episode that was still running
+    rows[2, -2:], rows[4, -1] = (
+        1,
+        1,
+    )  # a termination, a truncation, and an episode that was still running
     rows[1, -3] = 1
     first, second, third = record.episode_buffers(rows, 1, 1, sparse=True)
-    assert [list(b.observations[:, 0]) for b in (first, second, third)] == [[0, 1, 2, 3], [3, 4, 5], [5, 6, 7]]
+    assert [list(b.observations[:, 0]) for b in (first, second, third)] == [
+        [0, 1, 2, 3],
+        [3, 4, 5],
+        [5, 6, 7],
+    ]
     assert list(first.terminations) == [False, False, True] and not any(first.truncations)
     for buffer in (second, third):
         assert not any(buffer.terminations) and list(buffer.truncations) == [False, True]
-    assert list(first.infos["success"]) == [False, False, True, False]  # the reset's, then one for every step
+    assert list(first.infos["success"]) == [
+        False,
+        False,
+        True,
+        False,
+    ]  # the reset's, then one for every step
     assert record.episode_buffers(rows, 1, 1, sparse=False)[0].infos is None
 
 
@@ -203,11 +248,16 @@ def test_datasets_carry_the_reference_scores(datasets, recorder, tmp_path, monke
     recorder("run", "--dataset-id", "tiny/hopper/medium-v0", "--steps", "4", "--quiet")
     for name, steps in (("tiny/hopper/medium-replay-v0", 2), ("tiny/hopper/medium-v0", 4)):
         dataset = minari.load_dataset(name)
-        assert dataset.total_steps == steps  # of the replay, what there was when the agent was evaluated
+        assert (
+            dataset.total_steps == steps
+        )  # of the replay, what there was when the agent was evaluated
         metadata = dataset.storage.metadata
         assert (metadata["ref_min_score"], metadata["ref_max_score"]) == (-20.272305, 3234.3)
         spec = dataset.spec.env_spec
-        assert (spec.id, spec.max_episode_steps) == ("Hopper-v5", 1000)  # without a limit an evaluation may never end
+        assert (spec.id, spec.max_episode_steps) == (
+            "Hopper-v5",
+            1000,
+        )  # without a limit an evaluation may never end
         assert_allclose(minari.get_normalized_score(dataset, np.array([3234.3])), 1.0)
 
 
@@ -264,10 +314,19 @@ def test_the_player_lifts_what_it_can_grasp(thing):
         desk = Desk("open_slide", "fixed")
         desk.reset(seed=100 + seed)
         if thing == "flat_block":
-            desk.data.joint(thing).qpos[3:] = [np.cos(0.65), 0, 0, np.sin(0.65)]  # about the vertical
+            desk.data.joint(thing).qpos[3:] = [
+                np.cos(0.65),
+                0,
+                0,
+                np.sin(0.65),
+            ]  # about the vertical
             desk.mujoco.mj_forward(desk.model, desk.data)
         player = Player(desk, np.random.default_rng(100 + seed))
-        player.pace, player.play, player.choose = 0.9, player.carry(thing), partial(player.stay, 1000, -1)
+        player.pace, player.play, player.choose = (
+            0.9,
+            player.carry(thing),
+            partial(player.stay, 1000, -1),
+        )
         before, highest = desk.places[thing][2], 0.0
         for _ in range(700):
             desk.step(player.act())
@@ -279,11 +338,17 @@ def test_the_player_lifts_what_it_can_grasp(thing):
 def test_play_is_the_same_whatever_the_task_and_moves_smoothly():
     base = PlayArgs(num_episodes=1, episode_steps=300, seed=7)
     one = record.record_script(base, 0)
-    other = record.record_script(PlayArgs(episode_steps=300, seed=7, task="stack", robodesk_rewards="upstream"), 0)
+    other = record.record_script(
+        PlayArgs(episode_steps=300, seed=7, task="stack", robodesk_rewards="upstream"), 0
+    )
     assert_array_equal(one.observations, other.observations)
     assert_array_equal(one.actions, other.actions)
     assert (one.rewards == 0).all() and (other.rewards > 0).any()
-    assert one.observations.shape == (301, 76) and one.actions.shape == (300, 5) and np.abs(one.actions).max() <= 1
+    assert (
+        one.observations.shape == (301, 76)
+        and one.actions.shape == (300, 5)
+        and np.abs(one.actions).max() <= 1
+    )
     assert np.abs(np.diff(one.actions, axis=0)).mean() < 0.1 < np.abs(one.actions).mean()
     assert np.abs(record.record_script(base, 1).actions[:50] - one.actions[:50]).max() > 0.1
 
@@ -298,7 +363,9 @@ def test_collected_once_and_found_again(play, monkeypatch, capsys):
     assert "was recorded before" in err and all(task in out for task in TASKS)
     with pytest.raises(UserError, match="other settings"):
         record.record_play(PlayArgs(**{**vars(RECORD), "seed": 2}))
-    demos = aquaplay.load_demonstrations(DATASET, aquaplay.make_desk("stack", "fixed"), sparse=False)
+    demos = aquaplay.load_demonstrations(
+        DATASET, aquaplay.make_env(aquaplay.Args(task="stack")), sparse=False
+    )
     assert demos.observations.shape == (1200, 76) and demos.ends.sum() == 2
     assert_array_equal(demos.actions[600:], record.record_script(RECORD, 1).actions)
 
@@ -307,7 +374,9 @@ def test_processes_record_what_one_process_records(monkeypatch):
     args = PlayArgs(num_episodes=2, episode_steps=10, quiet=True)
     episodes = {}
     for cores in (1, 2):
-        monkeypatch.setattr(record.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr(
+            record.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores))
+        )
         episodes[cores] = record.record_all(args)
     for one, two in zip(episodes[1], episodes[2], strict=True):
         assert_array_equal(one.observations, two.observations)
@@ -350,7 +419,9 @@ def test_a_person_with_a_keyboard(tmp_path, monkeypatch):
     escape = pygame.event.Event(pygame.KEYDOWN, key=pygame.K_ESCAPE)
     events = iter([[], [], [escape]])
     monkeypatch.setattr(pygame.event, "get", lambda: next(events))
-    (episode,) = record.record_all(PersonArgs(device="keyboard", num_episodes=3, episode_steps=100, quiet=True))
+    (episode,) = record.record_all(
+        PersonArgs(device="keyboard", num_episodes=3, episode_steps=100, quiet=True)
+    )
     assert_array_equal(episode.actions, [[1, 0, 0, 0, -1]] * 3)
 
 
@@ -372,7 +443,9 @@ def test_a_person_with_a_keyboard(tmp_path, monkeypatch):
         ("rollouts nowhere --dataset-id tiny/new-v0", "nowhere is not a run folder"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sac_run, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments, message, sac_run, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "pygame", None)
     saved = {**json.loads((sac_run / "args.json").read_text()), "env_id": "tiny_env:ReachDict-v0"}

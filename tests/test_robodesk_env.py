@@ -59,7 +59,9 @@ def test_the_simulation_is_the_packages(monkeypatch):
     env.reset(seed=3)
     rng = np.random.default_rng(0)
     for step in range(500):
-        action = np.clip(rng.uniform(-1, 1, 5) + [0, 0.3, -0.2, 0, 0], -1, 1)  # towards the table and its things
+        action = np.clip(
+            rng.uniform(-1, 1, 5) + [0, 0.3, -0.2, 0, 0], -1, 1
+        )  # towards the table and its things
         seen, reward, done, _ = theirs.step(action)
         observation, our_reward, terminated, truncated, _ = env.step(action)
         physics = theirs.physics.data
@@ -67,11 +69,19 @@ def test_the_simulation_is_the_packages(monkeypatch):
         assert_allclose(ours.data.qvel, physics.qvel, rtol=0, atol=1e-6)
         assert abs(reward - our_reward) < 1e-9 and truncated == done and not terminated
         if step % 50 == 0:
-            parts = [seen["qpos_robot"], seen["qvel_robot"], seen["end_effector"], physics.qpos[9:], physics.qvel[9:]]
+            parts = [
+                seen["qpos_robot"],
+                seen["qvel_robot"],
+                seen["end_effector"],
+                physics.qpos[9:],
+                physics.qvel[9:],
+            ]
             assert_allclose(observation, np.concatenate(parts), rtol=1e-6, atol=1e-6)
             for task in TASKS:
                 reward, success = ours.reward_and_success(task)
-                assert abs(reward - np.squeeze(theirs._get_task_reward(task, "dense_reward"))) < 1e-9, task
+                assert (
+                    abs(reward - np.squeeze(theirs._get_task_reward(task, "dense_reward"))) < 1e-9
+                ), task
                 assert success == bool(np.squeeze(theirs._get_task_reward(task, "success"))), task
     assert truncated and observation.shape == (76,)
 
@@ -100,7 +110,9 @@ def test_what_the_fixed_rewards_fix(desk, rewards, monkeypatch):
     desk.reset(seed=1)
     before = desk.reward_and_success("open_slide")[0]
     place(desk, "ball", (0.02, 0, 0))
-    assert_allclose(before - desk.reward_and_success("open_slide")[0], 0.034 if fixed else 0, atol=1e-9)
+    assert_allclose(
+        before - desk.reward_and_success("open_slide")[0], 0.034 if fixed else 0, atol=1e-9
+    )
 
 
 def test_equal_seeds_and_restored_generators_give_equal_episodes(desk):
@@ -133,5 +145,7 @@ def test_nothing_is_printed(tmp_path):
     code = "import sys; sys.path.insert(0, sys.argv[1]); import gymnasium;"
     code += "e = gymnasium.make('robodesk_env:RoboDesk/stack-v0');"
     code += "e.reset(seed=0); e.step(e.action_space.sample()); assert 'gym' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT)], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT)], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -25,7 +25,8 @@ from aquadqn import Args, UserError
 ROOT = Path(__file__).parents[1]
 ENV, DATASET = "tiny_env:Reach-v0", "tiny/reach/expert-v0"
 FAST = f"""--env-id {ENV} --dataset-id {DATASET} --candidate-steps 1500 --total-timesteps 600 --eval-every 200
- --eval-episodes 3 --learning-starts 50 --checkpoint-every 100 --num-actions 4 --batch-size 32""".split()
+ --eval-episodes 3 --learning-starts 50 --checkpoint-every 100 --num-actions 4 --batch-size 32
+ --buffer-size 600""".split()  # the same compiled programs however long the run
 
 
 def command(*arguments: str) -> list[str]:
@@ -38,12 +39,17 @@ def environment() -> dict[str, str]:
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        command(*arguments), cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*arguments),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
 def finish(process: subprocess.Popen) -> tuple[str, str]:
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     return out, err
 
@@ -58,7 +64,7 @@ def arrays(path: Path) -> list[np.ndarray]:
         return [file[name] for name in file.files if name != "meta"]
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 240) -> None:
+def wait_for(condition, process: subprocess.Popen, seconds: float = 900) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -87,8 +93,11 @@ def test_a_run_leaves_everything_behind(finished):
     assert all(row["episodes"] == "3" and 0 <= float(row["success_rate"]) <= 1 for row in rows)
     assert finished.name.startswith("tiny_env_Reach-v0__aquadqn__1__")
     saved = json.loads((finished / "args.json").read_text())
-    assert saved["dataset_id"] == DATASET and saved["reward"] == "sparse" and saved["warning"] is None
-    assert (finished / "candidates.png").stat().st_size > 1000
+    assert (
+        saved["dataset_id"] == DATASET and saved["reward"] == "sparse" and saved["warning"] is None
+    )
+    with np.load(finished / "candidates_along.npz") as file:
+        assert file["candidates"].shape == (len(file["actions"]), 4, 2)
     assert not list(finished.glob("*.partial"))
 
 
@@ -101,9 +110,18 @@ def tensorboard_events(run: Path):
 def test_tensorboard_has_the_promised_tags(finished):
     events = tensorboard_events(finished)
     tags = events.Tags()
-    expected = {"charts/episodic_return", "charts/episodic_length", "charts/success", "eval/success_rate"}
-    assert expected | {"eval/episodic_return", "candidates/loss", "candidates/nearest_distance"} <= set(tags["scalars"])
-    assert "candidates/usage" in tags["histograms"] and "candidates/along_a_demonstration" in tags["images"]
+    expected = {
+        "charts/episodic_return",
+        "charts/episodic_length",
+        "charts/success",
+        "eval/success_rate",
+    }
+    assert expected | {
+        "eval/episodic_return",
+        "candidates/loss",
+        "candidates/nearest_distance",
+    } <= set(tags["scalars"])
+    assert "candidates/usage" in tags["histograms"]
     assert [event.step for event in events.Scalars("eval/success_rate")] == [0, 200, 400, 600]
     losses = [event.value for event in events.Scalars("candidates/loss")]
     assert len(losses) == 3 and losses[-1] < losses[0]
@@ -133,7 +151,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(finished, tmp_path
     shutil.copytree(finished, run)
     for name in ("state.npz", "agent.npz"):
         (run / name).unlink()
-    (run / "replay.f32").rename(run / "replay.partial")  # written, but the state that belongs to it was not
+    (run / "replay.f32").rename(
+        run / "replay.partial"
+    )  # written, but the state that belongs to it was not
     monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--resume", str(run), "--quiet"])
     aquadqn.main()
     assert (run / "replay.f32").read_bytes() == (finished / "replay.f32").read_bytes()
@@ -153,7 +173,9 @@ def test_a_finished_run_cannot_be_resumed_with_fewer_steps(finished, tmp_path, m
     with pytest.raises(SystemExit) as stopped:
         resume_here(run, monkeypatch, "--total-timesteps", "100")
     assert stopped.value.code == 2 and "give --total-timesteps no less" in capsys.readouterr().err
-    assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in finished.iterdir())
+    assert sorted(path.name for path in run.iterdir()) == sorted(
+        path.name for path in finished.iterdir()
+    )
     for name in ("args.json", "evaluations.csv", "agent.npz", "replay.f32"):
         assert (run / name).read_bytes() == (finished / name).read_bytes()
 
@@ -163,10 +185,15 @@ def test_a_longer_run_stays_longer(finished, tmp_path, monkeypatch):
     shutil.copytree(finished, run)
     resume_here(run, monkeypatch, "--total-timesteps", "700")
     longer = {name: (run / name).read_bytes() for name in ("evaluations.csv", "agent.npz")}
-    assert longer["evaluations.csv"].decode().splitlines()[-1].startswith("700,") and resumed_step(run) < 700
+    assert (
+        longer["evaluations.csv"].decode().splitlines()[-1].startswith("700,")
+        and resumed_step(run) < 700
+    )
     saved = json.loads((run / "args.json").read_text())
     assert saved["total_timesteps"] == 700 and saved["resume"] is None
-    resume_here(run, monkeypatch)  # as the message after a signal says: from the last checkpoint to the same end
+    resume_here(
+        run, monkeypatch
+    )  # as the message after a signal says: from the last checkpoint to the same end
     assert {name: (run / name).read_bytes() for name in longer} == longer
 
 
@@ -182,20 +209,24 @@ def test_a_resumed_run_repeats_its_warning(finished, tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize("stage", ["candidates", "agent"])
 def test_a_signal_saves_and_says_how_to_resume(finished, tmp_path, stage):
-    longer = ["--candidate-steps", "1000000"] if stage == "candidates" else ["--total-timesteps", "1000000"]
+    longer = (
+        ["--candidate-steps", "1000000"]
+        if stage == "candidates"
+        else ["--total-timesteps", "1000000"]
+    )
     process = start(tmp_path, *FAST, *longer)
     mark = {"candidates": "events*", "agent": "agent.npz"}[stage]
     wait_for(lambda: list(tmp_path.glob(f"runs/*/{mark}")), process)
     process.send_signal(signal.SIGTERM if stage == "agent" else signal.SIGINT)
-    _, err = process.communicate(timeout=240)
+    _, err = process.communicate(timeout=900)
     assert process.returncode == 128 + (signal.SIGTERM if stage == "agent" else signal.SIGINT)
     run = only_run(tmp_path)
     assert f"--resume runs/{run.name}" in err and "Traceback" not in err
     assert (run / ("candidates_training.npz" if stage == "candidates" else "state.npz")).exists()
     if stage == "agent":
-        steps = resumed_step(run)
-        finish(start(tmp_path, "--resume", f"runs/{run.name}", "--total-timesteps", str(steps + 40), "--quiet"))
-        assert (run / "evaluations.csv").read_text().splitlines()[-1].startswith(f"{steps + 40},")
+        end = str(max(600, resumed_step(run) + 40))
+        finish(start(tmp_path, "--resume", f"runs/{run.name}", "--total-timesteps", end, "--quiet"))
+        assert (run / "evaluations.csv").read_text().splitlines()[-1].startswith(f"{end},")
 
 
 def test_candidate_training_resumes_to_the_same_parameters(datasets, tmp_path, monkeypatch):
@@ -211,16 +242,28 @@ def test_candidate_training_resumes_to_the_same_parameters(datasets, tmp_path, m
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(aquadqn, "CANDIDATE_STEPS_PER_CALL", 50)  # a checkpoint every 1000 steps
-    args = Args(env_id=ENV, dataset_id=DATASET, num_actions=3, candidate_steps=2400, batch_size=16, quiet=True)
+    args = Args(
+        env_id=ENV,
+        dataset_id=DATASET,
+        num_actions=3,
+        candidate_steps=2400,
+        batch_size=16,
+        quiet=True,
+    )
     args.temperature_start = 1.0
-    demos = aquadqn.load_demonstrations(DATASET, aquadqn.make_env(Args(env_id=ENV, reward="sparse")))
+    demos = aquadqn.load_demonstrations(
+        DATASET, aquadqn.make_env(Args(env_id=ENV, reward="sparse"))
+    )
     network = aquadqn.make_candidate_network(args, 2)
     whole = aquadqn.train_candidates(args, aquadqn.CandidateRun(args, None), network, demos)
     args.exp_name = "broken"
     broken = BreaksOff(args, None)
     with pytest.raises(Stop):
         aquadqn.train_candidates(args, broken, network, demos)
-    assert json.loads(np.load(broken.folder / "candidates_training.npz")["meta"].tobytes())["step"] == 1000
+    assert (
+        json.loads(np.load(broken.folder / "candidates_training.npz")["meta"].tobytes())["step"]
+        == 1000
+    )
     broken.lock.close()
     args.resume = str(broken.folder)
     resumed = aquadqn.train_candidates(args, aquadqn.CandidateRun(args, None), network, demos)
@@ -233,7 +276,11 @@ def test_two_processes_cannot_write_to_one_folder(finished, tmp_path, monkeypatc
     shutil.copytree(finished, run)
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); input()"]
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); input()",
+        ]
         + [str(run / "lock")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -241,7 +288,9 @@ def test_two_processes_cannot_write_to_one_folder(finished, tmp_path, monkeypatc
     holder.stdout.readline()
     with pytest.raises(SystemExit) as stopped:
         resume_here(run, monkeypatch)
-    assert stopped.value.code == 2 and f"{run} is in use by another process" in capsys.readouterr().err
+    assert (
+        stopped.value.code == 2 and f"{run} is in use by another process" in capsys.readouterr().err
+    )
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
     holder.kill()  # the lock dies with its process
     holder.wait()
@@ -274,9 +323,17 @@ def test_what_is_not_finite_in_the_environment_is_named_and_never_stored(
 ):
     monkeypatch.setattr(Breaks, "broken", quantity)
     monkeypatch.setattr(Breaks, "steps", 0)
-    settings = dict(env_id="Breaks-v0", candidates="random", reward="env", min_demo_reward=None, checkpoint_every=50)
+    settings = dict(
+        env_id="Breaks-v0",
+        candidates="random",
+        reward="env",
+        min_demo_reward=None,
+        checkpoint_every=50,
+    )
     with pytest.raises(UserError, match=f"{quantity} at step .* is not finite"):
-        train_here(tmp_path, monkeypatch, **settings, total_timesteps=500, eval_every=1000, eval_episodes=1)
+        train_here(
+            tmp_path, monkeypatch, **settings, total_timesteps=500, eval_every=1000, eval_episodes=1
+        )
     run = only_run(tmp_path)
     assert resumed_step(run) > 0 and np.isfinite(np.fromfile(run / "replay.f32", np.float32)).all()
     resume_here(run, monkeypatch)  # the environment has got better
@@ -284,7 +341,16 @@ def test_what_is_not_finite_in_the_environment_is_named_and_never_stored(
 
 
 def test_evaluate_repeats_the_last_evaluation_and_records_a_video(finished):
-    out, _ = finish(start(finished.parents[1], "--evaluate", str(finished), "--eval-episodes", "3", "--capture-video"))
+    out, _ = finish(
+        start(
+            finished.parents[1],
+            "--evaluate",
+            str(finished),
+            "--eval-episodes",
+            "3",
+            "--capture-video",
+        )
+    )
     last = (finished / "evaluations.csv").read_text().splitlines()[-1].split(",")
     assert f"success {float(last[1]):.3f} (" in out and f"return  {float(last[2]):.3f} +-" in out
     assert (finished / "videos" / "evaluation_600.mp4").stat().st_size > 500
@@ -299,10 +365,14 @@ def test_the_wrapper_plays_the_candidates_of_a_run(finished):
     params = aquadqn.load_candidates(finished, network, 4)
     for index in (0, 3, 1):
         before = env.unwrapped.position.copy()
-        candidate = np.clip(network.apply(params, observation.astype(np.float32))[index], box.low, box.high)
+        candidate = np.clip(
+            network.apply(params, observation.astype(np.float32))[index], box.low, box.high
+        )
         observation, *_ = env.step(index)
         moved = env.unwrapped.position - before
-        assert np.abs(moved - 0.3 * np.asarray(candidate)).max() < 0.06  # the environment adds noise of 0.01
+        assert (
+            np.abs(moved - 0.3 * np.asarray(candidate)).max() < 0.06
+        )  # the environment adds noise of 0.01
 
 
 # ---------------------------------------------------------------------------------------------------- variants
@@ -310,15 +380,35 @@ def test_the_wrapper_plays_the_candidates_of_a_run(finished):
 
 def train_here(tmp_path: Path, monkeypatch, **changes) -> Path:
     monkeypatch.chdir(tmp_path)
-    settings = dict(env_id=ENV, dataset_id=DATASET, candidate_steps=20, total_timesteps=64, eval_every=64, batch_size=8)
-    settings |= dict(eval_episodes=2, learning_starts=16, num_actions=3, quiet=True)
+    settings = dict(
+        env_id=ENV,
+        dataset_id=DATASET,
+        candidate_steps=20,
+        total_timesteps=84,
+        eval_every=84,
+        batch_size=8,
+        buffer_size=88,  # in blocks of 8
+    )
+    settings |= dict(eval_episodes=2, learning_starts=16, num_actions=4, quiet=True)
     return aquadqn.train(Args(**(settings | changes)))
 
 
-def test_a_minimum_reward_that_changes_dense_rewards_is_said(datasets, tmp_path, monkeypatch, capsys):
+def test_a_minimum_reward_that_changes_dense_rewards_is_said(
+    datasets, tmp_path, monkeypatch, capsys
+):
     train_here(tmp_path, monkeypatch, reward="env", candidates="random", min_demo_reward=-1e-9)
-    assert "--min-demo-reward -1e-09 raises 100% of the demonstrated rewards" in capsys.readouterr().err
-    train_here(tmp_path, monkeypatch, reward="env", candidates="random", min_demo_reward=None, exp_name="none")
+    assert (
+        "--min-demo-reward -1e-09 raises 100% of the demonstrated rewards"
+        in capsys.readouterr().err
+    )
+    train_here(
+        tmp_path,
+        monkeypatch,
+        reward="env",
+        candidates="random",
+        min_demo_reward=None,
+        exp_name="none",
+    )
     train_here(tmp_path, monkeypatch, candidates="random", exp_name="sparse")
     assert capsys.readouterr().err == ""
 
@@ -329,14 +419,21 @@ def test_ablations(datasets, tmp_path, monkeypatch, candidates):
     args = aquadqn.load_args(run)
     network = aquadqn.make_candidate_network(args, 2)
     params = aquadqn.load_candidates(run, network, 4)
-    here, there = network.apply(params, np.zeros(4, np.float32)), network.apply(params, np.ones(4, np.float32))
+    here, there = (
+        network.apply(params, np.zeros(4, np.float32)),
+        network.apply(params, np.ones(4, np.float32)),
+    )
     if candidates == "random":
         assert np.abs(here - there).max() > 0.01
         return
     assert_array_equal(here, there)
-    demos = aquadqn.load_demonstrations(DATASET, aquadqn.make_env(Args(env_id=ENV, reward="sparse")))
+    demos = aquadqn.load_demonstrations(
+        DATASET, aquadqn.make_env(Args(env_id=ENV, reward="sparse"))
+    )
     nearest = ((demos.actions[:, None] - np.asarray(here)) ** 2).sum(-1).argmin(1)
-    for k in range(3):  # the fixed point of Lloyd's algorithm: every centre is the mean of what is nearest to it
+    for k in range(
+        4
+    ):  # the fixed point of Lloyd's algorithm: every centre is the mean of what is nearest to it
         np.testing.assert_allclose(here[k], demos.actions[nearest == k].mean(0), atol=1e-4)
 
 
@@ -344,7 +441,10 @@ def test_ablations(datasets, tmp_path, monkeypatch, candidates):
 def test_other_q_losses_run_and_differ(datasets, tmp_path, monkeypatch, q_loss):
     run = train_here(tmp_path, monkeypatch, q_loss=q_loss, candidates="random", exp_name=q_loss)
     munchausen = train_here(tmp_path, monkeypatch, candidates="random")
-    differences = [np.abs(a - b).max() for a, b in zip(arrays(run / "agent.npz"), arrays(munchausen / "agent.npz"))]
+    differences = [
+        np.abs(a - b).max()
+        for a, b in zip(arrays(run / "agent.npz"), arrays(munchausen / "agent.npz"))
+    ]
     assert max(differences) > 0
 
 
@@ -361,8 +461,10 @@ def test_dictionary_observations_are_flattened_alike(datasets):
 def test_candidates_from_another_run(finished, datasets, tmp_path, monkeypatch):
     source = tmp_path / "source"
     shutil.copytree(finished, source)
-    run = train_here(tmp_path, monkeypatch, candidates_from=str(source), num_actions=4)
-    for ours, theirs in zip(arrays(run / "candidates.npz"), arrays(finished / "candidates.npz"), strict=True):
+    run = train_here(tmp_path, monkeypatch, candidates_from=str(source))
+    for ours, theirs in zip(
+        arrays(run / "candidates.npz"), arrays(finished / "candidates.npz"), strict=True
+    ):
         assert_array_equal(ours, theirs)
     shutil.rmtree(source)  # the run has a copy
     before = (run / "evaluations.csv").read_text()
@@ -376,10 +478,15 @@ def test_demonstrations_keep_episodes_apart(datasets):
     dataset = minari.load_dataset(DATASET)
     first, second = dataset.iterate_episodes([0, 1])
     assert_array_equal(
-        np.flatnonzero(demos.ends), [len(first.actions) - 1, len(first.actions) + len(second.actions) - 1]
+        np.flatnonzero(demos.ends),
+        [len(first.actions) - 1, len(first.actions) + len(second.actions) - 1],
     )
-    np.testing.assert_allclose(demos.next_observations[demos.ends][0], first.observations[-1], rtol=1e-6)
-    np.testing.assert_allclose(demos.observations[len(first.actions)], second.observations[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        demos.next_observations[demos.ends][0], first.observations[-1], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        demos.observations[len(first.actions)], second.observations[0], rtol=1e-6
+    )
     assert_array_equal(demos.rewards[: len(first.actions)], first.infos["success"][1:])
     dense = aquadqn.load_demonstrations(DATASET, env, sparse=False)
     np.testing.assert_allclose(dense.rewards[: len(first.actions)], first.rewards, rtol=1e-6)
@@ -390,7 +497,10 @@ def test_demonstrations_keep_episodes_apart(datasets):
 
 def broken_copy(datasets: Path, name: str, change) -> str:
     """A copy of the demonstrations with something wrong in its first episode."""
-    source, target = datasets / "tiny" / "reach" / "expert-v0", datasets / "broken" / name / "expert-v0"
+    source, target = (
+        datasets / "tiny" / "reach" / "expert-v0",
+        datasets / "broken" / name / "expert-v0",
+    )
     if not target.exists():
         shutil.copytree(source, target)
         with h5py.File(target / "data" / "main_data.hdf5", "r+") as file:
@@ -427,7 +537,12 @@ def widen_actions(episode):
 
 @pytest.mark.parametrize(
     "change, words",
-    [(put_nan, "observations"), (put_infinity, "actions"), (drop_success, "success"), (widen_actions, r"actions.*4")],
+    [
+        (put_nan, "observations"),
+        (put_infinity, "actions"),
+        (drop_success, "success"),
+        (widen_actions, r"actions.*4"),
+    ],
 )
 def test_bad_data_is_named(datasets, change, words):
     dataset_id = broken_copy(datasets, change.__name__.replace("_", ""), change)
@@ -440,7 +555,8 @@ def test_success_may_have_as_many_entries_as_actions(datasets):
     older = broken_copy(datasets, "older", shorten_success)
     env = aquadqn.make_env(Args(env_id=ENV, reward="sparse"))
     assert_array_equal(
-        aquadqn.load_demonstrations(older, env).rewards, aquadqn.load_demonstrations(DATASET, env).rewards
+        aquadqn.load_demonstrations(older, env).rewards,
+        aquadqn.load_demonstrations(DATASET, env).rewards,
     )
 
 
@@ -474,10 +590,15 @@ def test_actions_are_clipped_to_the_box(datasets):
         (["--resume", "no/such/run"], "no/such/run"),
         (["--evaluate", "no/such/run", "--eval-episodes", "0"], "--eval-episodes"),
         (["--evaluate", "no/such/run"], "no/such/run"),
-        (["--env-id", ENV, "--dataset-id", DATASET, "--candidates-from", "no/such/run"], "no/such/run"),
+        (
+            ["--env-id", ENV, "--dataset-id", DATASET, "--candidates-from", "no/such/run"],
+            "no/such/run",
+        ),
     ],
 )
-def test_bad_arguments_end_with_one_line_and_code_2(datasets, tmp_path, monkeypatch, capsys, arguments, words):
+def test_bad_arguments_end_with_one_line_and_code_2(
+    datasets, tmp_path, monkeypatch, capsys, arguments, words
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["aquadqn.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
@@ -503,7 +624,9 @@ def test_an_unreachable_dataset_is_one_line(datasets, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("task", ["Door", "Hammer", "Pen", "Relocate"])
-def test_where_no_hub_is_reachable_the_bundled_demonstrations_are_used_and_said_so(datasets, monkeypatch, task):
+def test_where_no_hub_is_reachable_the_bundled_demonstrations_are_used_and_said_so(
+    datasets, monkeypatch, task
+):
     """Every Adroit task has 25 bundled episodes that reach the goal, and they fit its environment."""
 
     def load_dataset(dataset_id: str, download: bool = False):
@@ -521,13 +644,17 @@ def test_where_no_hub_is_reachable_the_bundled_demonstrations_are_used_and_said_
 
 
 def test_resume_refuses_what_would_change_the_learning(finished, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--resume", str(finished), "--learning-rate", "0.5"])
+    monkeypatch.setattr(
+        sys, "argv", ["aquadqn.py", "--resume", str(finished), "--learning-rate", "0.5"]
+    )
     with pytest.raises(SystemExit) as stopped:
         aquadqn.main()
     assert stopped.value.code == 2 and "--learning-rate" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, damage", [("state.npz", b"PK\x03\x04 cut off"), ("replay.f32", b"")])
+@pytest.mark.parametrize(
+    "name, damage", [("state.npz", b"PK\x03\x04 cut off"), ("replay.f32", b"")]
+)
 def test_a_damaged_checkpoint_is_one_line(finished, tmp_path, monkeypatch, capsys, name, damage):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
@@ -548,41 +675,63 @@ def test_a_pickle_is_never_loaded(tmp_path):
 
 def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(datasets, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = dict(env_id=ENV, dataset_id=DATASET, candidates="random", num_actions=3, batch_size=8, quiet=True)
-    args = Args(**settings, total_timesteps=2000, eval_every=2000, eval_episodes=1, learning_starts=50)
-    args.checkpoint_every, args.min_demo_reward = 25, 1e38  # its square overflows once Q-values grow
+    settings = dict(
+        env_id=ENV, dataset_id=DATASET, candidates="random", num_actions=3, batch_size=8, quiet=True
+    )
+    args = Args(
+        **settings, total_timesteps=2000, eval_every=2000, eval_episodes=1, learning_starts=50
+    )
+    args.checkpoint_every, args.min_demo_reward = (
+        25,
+        1e38,
+    )  # its square overflows once Q-values grow
     args.learning_rate = 1e9
     with pytest.raises(SystemExit, match="not finite at step .*lower --learning-rate"):
         aquadqn.train(args)
     run = only_run(tmp_path)
     assert (run / "state.npz").exists()
-    assert all(np.isfinite(array).all() for array in arrays(run / "state.npz") if array.dtype == np.float32)
+    assert all(
+        np.isfinite(array).all() for array in arrays(run / "state.npz") if array.dtype == np.float32
+    )
 
 
 # -------------------------------------------------------------------------------------------------- appearances
 
 
 def test_help_reads_like_documentation():
-    out = subprocess.run(command("--help"), capture_output=True, text=True, env=environment(), check=True).stdout
-    for words in ("--env-id", "--candidates {learned,kmeans,random}", "candidate actions per state", "AQuaDQN"):
+    out = subprocess.run(
+        command("--help"), capture_output=True, text=True, env=environment(), check=True
+    ).stdout
+    for words in (
+        "--env-id",
+        "--candidates {learned,kmeans,random}",
+        "candidate actions per state",
+        "AQuaDQN",
+    ):
         assert words in out
 
 
 def test_importing_has_no_side_effect(tmp_path):
     code = "import sys; sys.path.insert(0, sys.argv[1]); import aquadqn, jax; from jax._src import xla_bridge as b;"
     code += "assert not b.backends_are_initialized(), 'device work at import'"
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT)], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT)], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("env_id, size", [("AdroitHandDoor-v1", 39), ("HalfCheetah-v5", 17)])
 def test_environments_come_without_notices(env_id, size, tmp_path):
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import aquadqn; e = aquadqn.make_env(aquadqn.Args(sys.argv[2]));"
-    )
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import aquadqn;"
+    code += "e = aquadqn.make_env(aquadqn.Args(sys.argv[2]));"
     code += f"assert e.observation_space.shape == ({size},)"
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT), env_id], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT), env_id],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())  # nor MuJoCo's log
 

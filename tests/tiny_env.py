@@ -13,7 +13,9 @@ class Reach(gym.Env):
         self.render_mode, self.dictionary = render_mode, dictionary
         vector = gym.spaces.Box(-10, 10, (2,), np.float64)
         flat = gym.spaces.Box(-10, 10, (4,), np.float64)
-        self.observation_space = gym.spaces.Dict(position=vector, goal=vector) if dictionary else flat
+        self.observation_space = (
+            gym.spaces.Dict(position=vector, goal=vector) if dictionary else flat
+        )
         self.action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
 
     def observe(self) -> np.ndarray | dict:
@@ -28,10 +30,18 @@ class Reach(gym.Env):
 
     def step(self, action: np.ndarray) -> tuple:
         assert self.action_space.contains(action), action
-        self.position = np.clip(self.position + 0.3 * action + self.np_random.normal(0, 0.01, 2), -5, 5)
+        self.position = np.clip(
+            self.position + 0.3 * action + self.np_random.normal(0, 0.01, 2), -5, 5
+        )
         success = bool(np.linalg.norm(self.position) < 0.2)
         terminated = bool(np.abs(self.position).max() > 4)
-        return self.observe(), -float(np.linalg.norm(self.position)), terminated, False, {"success": success}
+        return (
+            self.observe(),
+            -float(np.linalg.norm(self.position)),
+            terminated,
+            False,
+            {"success": success},
+        )
 
     def render(self) -> np.ndarray:
         picture = np.full((64, 64, 3), 255, np.uint8)
@@ -40,5 +50,9 @@ class Reach(gym.Env):
         return picture
 
 
-gym.register("Reach-v0", entry_point="tiny_env:Reach", max_episode_steps=21)  # not a multiple of the update block
-gym.register("ReachDict-v0", entry_point="tiny_env:Reach", max_episode_steps=21, kwargs={"dictionary": True})
+gym.register(
+    "Reach-v0", entry_point="tiny_env:Reach", max_episode_steps=21
+)  # not a multiple of the update block
+gym.register(
+    "ReachDict-v0", entry_point="tiny_env:Reach", max_episode_steps=21, kwargs={"dictionary": True}
+)
