@@ -1,4 +1,8 @@
+import atexit
+import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import gymnasium as gym
@@ -8,6 +12,20 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import tiny_env  # noqa: E402, F401 (registers the environments)
+
+# Compiling takes most of a small run's time. What one process has compiled is kept for all others:
+# pytest's workers and the scripts that tests start inherit these variables. A folder that is given
+# outlives the tests and makes the next ones faster.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.mkdtemp(prefix="compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# JAX does not write its files in one piece: what is half written, or was when a test killed its
+# writer, is compiled again, and no test should find that on a script's stderr.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry")
+assert "jax" not in sys.modules, "JAX has read these variables already"
 
 
 def record_demonstrations(env_id: str, dataset_id: str, episodes: int = 6) -> None:

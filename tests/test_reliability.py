@@ -28,24 +28,61 @@ SMALL = dict(
     eval_episodes=2,
     batch_size=8,
     learning_starts=16,
-    num_actions=3,
+    num_actions=4,
     checkpoint_every=21,
     quiet=True,
 )
 
 
+def in_process(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.chdir(folder)
+    patch.setattr(aquadqn.Run, "catch_signals", lambda self: None)
+    patch.setattr(aquadqn.Run, "lock_folder", lambda self: io.StringIO())  # a failure would keep it
+
+
 @pytest.fixture(autouse=True)
 def here(datasets, tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(aquadqn.Run, "catch_signals", lambda self: None)
-    monkeypatch.setattr(aquadqn.Run, "lock_folder", lambda self: io.StringIO())  # it would outlive what fails here
+    in_process(monkeypatch, tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def one_training(datasets, tmp_path_factory) -> tuple[Path, Path]:
+    """A finished run, and its folder as a kill at step 42 of 84 would have left it."""
+    folder = tmp_path_factory.mktemp("one_training")
+    killed = folder / "killed"
+    save = aquadqn.AgentRun.save_checkpoint_if_due
+
+    def save_and_copy(self, env, state, step: int) -> None:
+        save(self, env, state, step)
+        if step >= 42 and not killed.exists():
+            shutil.copytree(self.folder, killed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        in_process(patch, folder)
+        patch.setattr(aquadqn.AgentRun, "save_checkpoint_if_due", save_and_copy)
+        run = aquadqn.train(Args(**SMALL))
+    return folder / run, killed
+
+
+@pytest.fixture
+def trained(one_training, here) -> Path:
+    """A copy of the finished run."""
+    return shutil.copytree(one_training[0], here / "trained")
+
+
+@pytest.fixture
+def stopped(one_training, here) -> Path:
+    """A copy of the interrupted run."""
+    return shutil.copytree(one_training[1], here / "stopped")
 
 
 def words_of(**changes) -> list[str]:
     settings = {**SMALL, **changes}
     quiet = settings.pop("quiet")
-    words = [word for name, value in settings.items() for word in (aquadqn.option(name), str(value))]
+    words = [
+        word for name, value in settings.items() for word in (aquadqn.option(name), str(value))
+    ]
     return [*words, *(["--quiet"] if quiet else [])]
 
 
@@ -65,7 +102,9 @@ def odd(kind: str) -> dict:
 
 
 def files(run: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in run.iterdir() if path.suffix in (".f32", ".csv")}
+    return {
+        path.name: path.read_bytes() for path in run.iterdir() if path.suffix in (".f32", ".csv")
+    }
 
 
 def same_numbers(one: Path, other: Path) -> None:
@@ -93,7 +132,9 @@ def same_numbers(one: Path, other: Path) -> None:
         ("step fails", "does not run: out of water"),
     ],
 )
-def test_an_odd_environment_is_named_before_anything_is_written(kind, words, here, monkeypatch, capsys):
+def test_an_odd_environment_is_named_before_anything_is_written(
+    kind, words, here, monkeypatch, capsys
+):
     with pytest.raises(UserError, match=words):
         aquadqn.train(Args(**{**SMALL, **odd(kind)}))
     assert not list(here.iterdir())
@@ -119,14 +160,19 @@ def test_an_environment_without_a_time_limit_needs_one(here):
         aquadqn.train(Args(**endless))
     assert not list(here.iterdir())
     run = aquadqn.train(Args(**endless, max_episode_steps=9))
-    assert "42,0.0,-" in (run / "evaluations.csv").read_text() or ",9.0,2" in (run / "evaluations.csv").read_text()
+    assert (
+        "42,0.0,-" in (run / "evaluations.csv").read_text()
+        or ",9.0,2" in (run / "evaluations.csv").read_text()
+    )
     assert aquadqn.load_args(run).max_episode_steps == 9
 
 
 def test_actions_stay_inside_a_float64_box(here):
     env = aquadqn.make_env(Args(**{**SMALL, **odd("float64")}))
     env.reset(seed=0)
-    env.step(np.float32([0.1, -0.1]))  # 0.10000000149 as float64; the environment itself asserts what it gets
+    env.step(
+        np.float32([0.1, -0.1])
+    )  # 0.10000000149 as float64; the environment itself asserts what it gets
     env.step(np.float32([3.0, -np.inf]))
     run = aquadqn.train(Args(**{**SMALL, **odd("float64")}))
     assert (run / "agent.npz").exists()
@@ -142,28 +188,27 @@ def test_environment_arguments_are_kept_for_evaluation(here, monkeypatch, capsys
         assert ends_with(monkeypatch, capsys, words_of(env_kwargs=words))[0] == 2
 
 
-def test_evaluate_agrees_with_the_run_where_the_task_is_drawn_before_the_seed(here, monkeypatch, capsys):
-    run = aquadqn.train(Args(**{**SMALL, **odd("task before seed"), "reward": "env", "eval_episodes": 3}))
+def test_evaluate_agrees_with_the_run_where_the_task_is_drawn_before_the_seed(
+    here, monkeypatch, capsys
+):
+    run = aquadqn.train(
+        Args(**{**SMALL, **odd("task before seed"), "reward": "env", "eval_episodes": 3})
+    )
     last = float((run / "evaluations.csv").read_text().splitlines()[-1].split(",")[2])
     monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--evaluate", str(run), "--eval-episodes", "3"])
     aquadqn.main()
     assert f"return  {last:.3f}" in capsys.readouterr().out
 
 
-def test_fresh_states_are_reported_apart(here, monkeypatch, capsys):
-    run = aquadqn.train(Args(**SMALL))
-    monkeypatch.setattr(sys, "argv", ["aquadqn.py", "--evaluate", str(run), "--eval-episodes", "5"])
+def test_fresh_states_are_reported_apart(trained, monkeypatch, capsys):
+    words = ["--evaluate", str(trained), "--eval-episodes", "5"]
+    monkeypatch.setattr(sys, "argv", ["aquadqn.py", *words])
     aquadqn.main()
     out = capsys.readouterr().out
     assert "on the 3 states that training never evaluated" in out and out.count("success") == 2
 
 
 # ------------------------------------------------------------------------------------------ wrapper
-
-
-@pytest.fixture
-def trained(here) -> Path:
-    return aquadqn.train(Args(**SMALL))
 
 
 def test_the_wrapper_is_a_good_environment(trained):
@@ -182,7 +227,7 @@ def test_the_wrapper_refuses_what_is_no_candidate(trained):
     with pytest.raises(gym.error.ResetNeeded):
         env.step(0)
     env.reset(seed=0)
-    for action in (-1, 3, 0.5):
+    for action in (-1, 4, 0.5):
         with pytest.raises(gym.error.InvalidAction):
             env.step(action)
 
@@ -224,10 +269,26 @@ def replace(episode, name: str, values) -> None:
 @pytest.mark.parametrize(
     "name, change, words",
     [
-        ("terminations", lambda e: replace(e, "terminations", e["terminations"][:-1]), "field terminations"),
-        ("truncations", lambda e: replace(e, "truncations", e["truncations"][2:]), "field truncations"),
-        ("success", lambda e: replace(e, "infos/success", e["infos/success"][3:]), r"infos\['success'\]"),
-        ("long", lambda e: replace(e, "infos/success", np.zeros(99)), r"infos\['success'\] has shape \(99,\)"),
+        (
+            "terminations",
+            lambda e: replace(e, "terminations", e["terminations"][:-1]),
+            "field terminations",
+        ),
+        (
+            "truncations",
+            lambda e: replace(e, "truncations", e["truncations"][2:]),
+            "field truncations",
+        ),
+        (
+            "success",
+            lambda e: replace(e, "infos/success", e["infos/success"][3:]),
+            r"infos\['success'\]",
+        ),
+        (
+            "long",
+            lambda e: replace(e, "infos/success", np.zeros(99)),
+            r"infos\['success'\] has shape \(99,\)",
+        ),
         ("rewards", lambda e: replace(e, "rewards", e["rewards"][:][:, None]), None),
     ],
 )
@@ -266,31 +327,11 @@ def test_what_does_not_fit_is_refused_before_training(here):
 # --------------------------------------------------------------------------------------- full disks
 
 
-@pytest.fixture
-def stopped(trained, here) -> Path:
-    """A run that was interrupted, as a kill leaves it: at step 42 of 84."""
-
-    class Killed(BaseException):
-        pass
-
-    with pytest.MonkeyPatch.context() as patch:
-        save = aquadqn.Run.save_checkpoint_if_due
-
-        def die(self, env, state, step):
-            save(self, env, state, step)
-            if step >= 42:
-                raise Killed
-
-        patch.setattr(aquadqn.Run, "save_checkpoint_if_due", die)
-        with pytest.raises(Killed):
-            aquadqn.train(Args(**SMALL, exp_name="stopped"))
-    (run,) = here.glob("runs/*__stopped__*")
-    return run
-
-
 @pytest.mark.parametrize("name", ["state", "agent", "evaluations", "args"])
 def test_a_full_disk_harms_nothing(name, stopped, trained, monkeypatch, capsys):
-    (stopped / f"{name}.partial").symlink_to("/dev/full")  # the kernel says: no space left on device
+    (stopped / f"{name}.partial").symlink_to(
+        "/dev/full"
+    )  # the kernel says: no space left on device
     code, line = ends_with(monkeypatch, capsys, ["--resume", str(stopped)])
     assert code == 1 and "No space left" in line and "--resume" in line
     assert not list(stopped.glob("*.partial"))
@@ -300,7 +341,9 @@ def test_a_full_disk_harms_nothing(name, stopped, trained, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("target", ["append_rows", "flush"])
-def test_a_full_disk_at_the_replay_or_the_log_harms_nothing(target, stopped, trained, monkeypatch, capsys):
+def test_a_full_disk_at_the_replay_or_the_log_harms_nothing(
+    target, stopped, trained, monkeypatch, capsys
+):
     def full(*_) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -333,7 +376,11 @@ def test_a_full_disk_at_the_replay_or_the_log_harms_nothing(target, stopped, tra
 )
 def test_garbage_in_the_folder_is_named(name, content, stopped, monkeypatch, capsys):
     (stopped / name).write_bytes(content)
-    before = {path.name: path.read_bytes() for path in stopped.iterdir() if path.suffix in (".f32", ".npz", ".csv")}
+    before = {
+        path.name: path.read_bytes()
+        for path in stopped.iterdir()
+        if path.suffix in (".f32", ".npz", ".csv")
+    }
     code, line = ends_with(monkeypatch, capsys, ["--resume", str(stopped)])
     assert code == 2 and (name in line or str(stopped) in line)
     for path, content in before.items():
