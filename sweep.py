@@ -15,13 +15,16 @@ since its last checkpoint: it goes on with the script's --resume. Arguments afte
 docs/cluster.md says how to use more than one machine.
 """
 
+import ast
 import csv
 import ctypes
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -37,8 +40,12 @@ import tyro
 
 SCRIPTS = Path(__file__).resolve().parent
 POLL_SECONDS = 0.5  # between looks at a trial's evaluations.csv
+SECONDS_BETWEEN_LINES = 5  # of the live table
 SHORTEST_GRACE = 50_000  # environment steps: success on Door is near zero until 30k even for the best configurations
-PASSED_ON = ("PYTHONPATH", "MINARI_DATASETS_PATH", "MUJOCO_GL")  # a worker on another machine has its own environment
+# A worker on another machine has an environment of its own.
+PASSED_ON = ("PYTHONPATH", "MINARI_DATASETS_PATH", "MUJOCO_GL")
+# Of the libraries that multiply matrices, and (the last two) of XLA.
+THREAD_LIMITS = "OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS NPROC PJRT_NPROC".split()
 INSTALL_RAY = "sweep.py needs Ray: pip install -r requirements-sweep.txt"
 
 # ---------------------------------------------------------------------------------------- the paper's appendix
@@ -68,7 +75,7 @@ ALGORITHMS = {
     "mdn": Algorithm("bc_mdn.py", ("mdn",)),
     "sac-robodesk": Algorithm("sac_baselines.py", ("sac",)),
     "aquaplay": Algorithm("aquaplay.py", task_argument="--task"),
-    "aquacql": Algorithm("aquacql.py", task_argument="--dataset-id"),  # no table in the paper: seeds only
+    "aquacql": Algorithm("aquacql.py", task_argument="--dataset-id"),  # no table in the paper
 }
 
 TABLES = {
@@ -102,7 +109,9 @@ TABLES = {
         "discriminator_learning_rate": Choice((1e-7, 3e-7, 1e-6, 3e-5, 1e-4), bold=(1e-6,)),
         "discriminator_layers": Choice((1, 2), bold=(1,)),
         "discriminator_units": Choice((16, 64, 256), bold=(64,)),
-        "discriminator_regularization": Choice(("none", "dropout", "weight-decay"), bold=("dropout",)),
+        "discriminator_regularization": Choice(
+            ("none", "dropout", "weight-decay"), bold=("dropout",)
+        ),
         "discriminator_weight_decay": Choice((5.0, 10.0, 20.0), bold=()),
         "discriminator_input_dropout": Choice((0.5, 0.75), bold=(0.5,)),
         "discriminator_hidden_dropout": Choice((0.5, 0.75), bold=(0.5,)),
@@ -121,7 +130,9 @@ TABLES = {
         "discriminator_learning_rate": Choice((1e-7, 3e-7, 1e-6, 3e-5, 1e-4), bold=(3e-7,)),
         "discriminator_layers": Choice((1, 2), bold=(1,)),
         "discriminator_units": Choice((16, 64, 256), bold=(256,)),
-        "discriminator_regularization": Choice(("none", "dropout", "weight-decay"), bold=("weight-decay",)),
+        "discriminator_regularization": Choice(
+            ("none", "dropout", "weight-decay"), bold=("weight-decay",)
+        ),
         "discriminator_weight_decay": Choice((5.0, 10.0, 20.0), bold=(10.0,)),
         "discriminator_input_dropout": Choice((0.5, 0.75), bold=()),
         "discriminator_hidden_dropout": Choice((0.5, 0.75), bold=()),
@@ -157,7 +168,9 @@ TABLES = {
     },
     "aquaplay": {
         "candidate_learning_rate": Choice((1e-4, 3e-4, 1e-3), bold=(1e-3,)),
-        "dropout": Choice((0.0, 0.1, 0.3), bold=(0.1,), arguments=("input_dropout", "hidden_dropout")),
+        "dropout": Choice(
+            (0.0, 0.1, 0.3), bold=(0.1,), arguments=("input_dropout", "hidden_dropout")
+        ),
         "temperature": Choice((1e-4, 1e-3, 1e-2), bold=(1e-4,)),
         "num_actions": Choice((10, 20, 30, 40), bold=(30,)),
     },
@@ -188,22 +201,31 @@ class Judgement(NamedTuple):
     trials: int
 
 
-def better_half_average(scores: Sequence[float]) -> float:
+def better_half_average(scores: Sequence[float], mode: str = "max") -> float:
     """Mean of the better half, the middle one included when their number is odd."""
     if not scores:
         return float("nan")
-    best_first = sorted(scores, reverse=True)
+    best_first = sorted(scores, reverse=mode == "max")
     half = (len(best_first) + 1) // 2
     return sum(best_first[:half]) / half
 
 
-def judge(trials: Sequence[Trial], name: str, values: Sequence) -> list[Judgement]:
-    """Every value of a hyperparameter by the better half of the configurations that have it, whatever else they have
+def scores_of(trials: Sequence[Trial], name: str, value: Any) -> list[float]:
+    """Of the configurations with this value, whatever else they have."""
+    return [
+        trial.score for trial in trials if trial.values[name] == value and trial.score is not None
+    ]
+
+
+def judge(
+    trials: Sequence[Trial], name: str, values: Sequence, mode: str = "max"
+) -> list[Judgement]:
+    """Every value of a hyperparameter by the better half of the configurations that have it
     ("Hyperparameter Selection Procedure" of the appendix)."""
     judgements = []
     for value in values:
-        scores = [trial.score for trial in trials if trial.values[name] == value and trial.score is not None]
-        judgements.append(Judgement(value, better_half_average(scores), len(scores)))
+        scores = scores_of(trials, name, value)
+        judgements.append(Judgement(value, better_half_average(scores, mode), len(scores)))
     return judgements
 
 
@@ -213,14 +235,15 @@ class Selected(NamedTuple):
     margin: float  # over the next best value; 0: a tie, of which the value listed first is taken
 
 
-def select(judgements: Sequence[Judgement]) -> Selected | None:
-    """The value with the highest average, and by how much; None if no value has been tried."""
+def select(judgements: Sequence[Judgement], mode: str = "max") -> Selected | None:
+    """The value with the best average, and by how much; None if no value has been tried."""
     tried = [judgement for judgement in judgements if judgement.trials]
     if not tried:
         return None
-    best_first = sorted(tried, key=lambda judgement: -judgement.average)  # stable: ties stay in the table's order
+    # The sort is stable, so ties stay in the table's order.
+    best_first = sorted(tried, key=lambda judgement: judgement.average, reverse=mode == "max")
     best = best_first[0]
-    margin = best.average - best_first[1].average if len(best_first) > 1 else float("nan")
+    margin = abs(best.average - best_first[1].average) if len(best_first) > 1 else float("nan")
     return Selected(best.value, best.average, margin)
 
 
@@ -235,8 +258,8 @@ class RunArgs:
     """environments (aquaplay: RoboDesk tasks; aquacql: datasets); every one gets all seeds or configurations"""
     storage_path: Path | None = None
     """folder of this sweep, on a cluster one that all machines see; default: sweeps/{algorithm}__{unix time}"""
-    address: str | None = None
-    """of a running Ray cluster, "auto" for the one this machine is part of; default: Ray on this machine alone"""
+    address: str = "local"
+    """of a running Ray cluster, auto for the one this machine is part of; local: this machine alone"""
     cpus_per_trial: int = 1
     """cores of a trial, to which its threads are held"""
     gpus_per_trial: float = 0.0
@@ -250,7 +273,11 @@ class RunArgs:
     grace_period: int = SHORTEST_GRACE
     """environment steps that asha gives every trial"""
     metric: str = "success_rate"
-    """column of evaluations.csv whose last value is a trial's score; higher is better"""
+    """a trial's score: last value of a column of evaluations.csv, or of a TensorBoard tag (a name with /)"""
+    mode: Literal["max", "min"] = "max"
+    """whether a higher or a lower score is better"""
+    columns: tuple[str, ...] = ()
+    """TensorBoard tags whose last values are columns of sweep.csv too, as candidates/perplexity"""
 
 
 @dataclasses.dataclass
@@ -265,6 +292,9 @@ class SeedsArgs(RunArgs):
 class SearchArgs(RunArgs):
     """Configurations drawn uniformly from the algorithm's table, and the selection of the appendix."""
 
+    values: tuple[str, ...] = ()
+    """what to search over instead of the appendix's table: temperature=0.001,0.01 num_actions=10,20"""
+
     num_samples: int = 1000
     """configurations for every environment"""
     search_seed: int = 0
@@ -278,7 +308,7 @@ class RestoreArgs:
     path: Annotated[Path, tyro.conf.Positional]
     """folder of the sweep"""
     address: str | None = None
-    """of a running Ray cluster; default: Ray on this machine alone"""
+    """of a running Ray cluster; default: as the sweep was started; local: this machine alone"""
 
 
 @dataclasses.dataclass
@@ -318,7 +348,9 @@ def argument_words(argument: str, value: Any) -> list[str]:
     return [f"--{flag}", str(value)]
 
 
-def trial_words(algorithm: str, env_id: str, values: dict[str, Any], passed_on: Sequence[str]) -> list[str]:
+def trial_words(
+    algorithm: str, env_id: str, values: dict[str, Any], passed_on: Sequence[str]
+) -> list[str]:
     """The command of a trial: script, subcommand, environment, hyperparameters, and what came after --."""
     script, subcommand, task_argument = ALGORITHMS[algorithm]
     words = [script, *subcommand, task_argument, env_id]
@@ -336,10 +368,33 @@ def is_given(name: str, choice: Choice, passed_on: Sequence[str]) -> bool:
     return any(word.replace("_", "-").split("=")[0] in flags for word in passed_on)
 
 
+def own_table(words: Sequence[str]) -> dict[str, Choice]:
+    """The table that --values gives, name=value,value,... each."""
+    table = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        different = tuple(dict.fromkeys(map(plain_value, values.split(","))))
+        require(name and values, f"--values {word}: give name=value,value,...")
+        table[name.strip("-").replace("-", "_")] = Choice(different, bold=())
+    return table
+
+
+def plain_value(word: str) -> Any:
+    """A number, True, False or None if it looks like one, else the word itself."""
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
+
+
 def searched_table(args: SearchArgs, passed_on: Sequence[str]) -> dict[str, Choice]:
     """The algorithm's table without what is given after --, which has that value in every trial."""
-    require(args.algorithm in TABLES, f"the appendix has no table for {args.algorithm}: use seeds, not search")
-    table = TABLES[args.algorithm]
+    if args.values:
+        table = own_table(args.values)
+    else:
+        no_table = f"the appendix has no table for {args.algorithm}: give --values, or use seeds"
+        require(args.algorithm in TABLES, no_table)
+        table = TABLES[args.algorithm]
     kept = {name: choice for name, choice in table.items() if not is_given(name, choice, passed_on)}
     require(kept, "every hyperparameter of the table is given after --: use seeds, not search")
     return kept
@@ -356,7 +411,9 @@ def make_plan(args: SeedsArgs | SearchArgs, passed_on: list[str]) -> dict[str, A
         pairs = []
         for env_id in args.env_id:
             for _ in range(args.num_samples):
-                pairs.append((env_id, {name: rng.choice(choice.values) for name, choice in table.items()}))
+                pairs.append(
+                    (env_id, {name: rng.choice(choice.values) for name, choice in table.items()})
+                )
     trials = []
     for env_id, values in pairs:
         words = trial_words(args.algorithm, env_id, values, passed_on)
@@ -366,8 +423,13 @@ def make_plan(args: SeedsArgs | SearchArgs, passed_on: list[str]) -> dict[str, A
     variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     searched = {name: choice.values for name, choice in table.items()}
     last_step = asked_last_step(passed_on)
-    plan = {"settings": settings, "environment": variables, "searched": searched, "last_step": last_step}
-    return {**plan, "trials": trials}
+    return {
+        "settings": settings,
+        "environment": variables,
+        "searched": searched,
+        "last_step": last_step,
+        "trials": trials,
+    }
 
 
 def asked_last_step(passed_on: Sequence[str]) -> int:
@@ -382,11 +444,17 @@ def check_run_args(args: SeedsArgs | SearchArgs) -> None:
     counts = "cpus_per_trial max_concurrent num_seeds num_samples"
     for name in counts.split():
         value = getattr(args, name, None)
-        require(value is None or value >= 1, f"--{name.replace('_', '-')} is {value}: give at least 1")
+        require(
+            value is None or value >= 1, f"--{name.replace('_', '-')} is {value}: give at least 1"
+        )
     require(args.gpus_per_trial >= 0, f"--gpus-per-trial is {args.gpus_per_trial}: give 0 or more")
     require(args.max_failures >= 0, f"--max-failures is {args.max_failures}: give 0 or more")
-    too_short = f"--grace-period is {args.grace_period}: give at least {SHORTEST_GRACE}, less says nothing"
+    too_short = (
+        f"--grace-period is {args.grace_period}: give at least {SHORTEST_GRACE}, less says nothing"
+    )
     require(args.grace_period >= SHORTEST_GRACE, too_short)
+    no_curve = f"asha needs a column of evaluations.csv, and --metric {args.metric} is known at the end only"
+    require(args.scheduler == "none" or "/" not in args.metric, no_curve)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -426,7 +494,10 @@ def read_evaluations(run: Path | None) -> list[dict[str, float]]:
     if path is None or not path.exists():
         return []
     with path.open() as file:
-        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+        rows = [
+            {name: float(value) for name, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
     return [{**row, "step": int(row["step"])} for row in rows]
 
 
@@ -435,8 +506,8 @@ def trial_environment(plan: dict[str, Any]) -> dict[str, str]:
     settings = plan["settings"]
     cores = str(settings["cpus_per_trial"])
     variables = {**os.environ, **plan["environment"], "PYTHONUNBUFFERED": "1"}
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC", "PJRT_NPROC"):
-        variables[name] = cores  # the last two are XLA's
+    for name in THREAD_LIMITS:
+        variables[name] = cores
     if cores == "1":
         flags = os.environ.get("XLA_FLAGS", "")
         variables["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
@@ -474,7 +545,7 @@ def start_trial(trial: Path, words: Sequence[str], plan: dict[str, Any]) -> subp
         )
     lock.close()
     with (trial / "attempts.txt").open("a") as attempts:
-        attempts.write(f"{int(time.time())} {socket.gethostname()} {process.pid}\n")
+        attempts.write(f"{time.time():.1f} {socket.gethostname()} {process.pid}\n")
     return process
 
 
@@ -482,40 +553,78 @@ def last_words(trial: Path) -> str:
     """The script's line about what is wrong, or else the last line of its log."""
     path = trial / "log.txt"
     text = path.read_text(errors="replace") if path.exists() else ""
-    lines = [line.strip(" │╭╮╰╯─") for line in text.replace("\r", "\n").splitlines()]
-    lines = [line for line in lines if line]
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
-    return (errors or lines or [""])[-1]
+    # The command line's parser draws a box: its first line says what it did not understand.
+    boxed = [line for top, line in zip(lines, lines[1:]) if top.startswith("╭")]
+    return (errors or boxed or lines or [""])[-1].strip(" │")
 
 
 def run_trial(config: dict[str, Any]) -> None:
-    """Tune's trainable: starts the script and reports each row of evaluations.csv as it is written."""
+    """Tune's trainable: starts the script and reports each row of evaluations.csv as it comes."""
     from ray import tune
 
     folder = Path(config["folder"])
     plan = load_plan(folder)
     trial = trial_folder(folder, config["trial"])
     trial.mkdir(parents=True, exist_ok=True)
-    outcome = trial / "outcome.json"
-    process = None if outcome.exists() else start_trial(trial, plan["trials"][config["trial"]]["words"], plan)
+    process = None
+    if not has_ended(trial):  # else an earlier attempt ended it, and the driver died unaware of it
+        process = start_trial(trial, plan["trials"][config["trial"]]["words"], plan)
     reported = -1
     running = True
     while running:
         running = process is not None and process.poll() is None
-        for row in read_evaluations(find_evaluated(trial)):  # after the last look at the process: the last rows too
+        # After the look at the process, so that the last turn sees the last rows.
+        for row in read_evaluations(find_evaluated(trial)):
             if row["step"] > reported:
                 tune.report(row)
                 reported = row["step"]
         if running:
             time.sleep(POLL_SECONDS)
-    if process is None:
-        return  # an earlier attempt ended it; the driver died before it knew
-    message = last_words(trial)
-    # Exit code 2 is bad input, a line of the script's own is a training that diverged: neither is better a second time.
-    final = process.returncode in (0, 2) or (process.returncode > 0 and message.startswith("error:"))
-    if not final:
-        raise RuntimeError(f"exit code {process.returncode}: {message}")
-    write_json(outcome, {"exit_code": process.returncode, "error": message if process.returncode else ""})
+    if process is not None:
+        write_outcome(trial, process.returncode, plan)
+
+
+def has_ended(trial: Path) -> bool:
+    return (trial / "outcome.json").exists()
+
+
+def write_outcome(trial: Path, exit_code: int, plan: dict[str, Any]) -> None:
+    """How a trial ended; an error, for Tune to try again, if it ended before its end."""
+    message = last_words(trial) if exit_code else ""
+    if not is_final(exit_code, message):
+        raise RuntimeError(f"exit code {exit_code}: {message}")
+    scalars = last_scalars(find_evaluated(trial), asked_tags(plan))
+    ended = {"exit_code": exit_code, "error": message, "scalars": scalars}
+    write_json(trial / "outcome.json", ended)
+
+
+def is_final(exit_code: int, message: str) -> bool:
+    """Exit code 2 is bad input, a line of the script's own a training that diverged: neither is
+    better a second time. A full disk may be."""
+    if exit_code in (0, 2):
+        return True
+    return exit_code > 0 and message.startswith("error:") and "--resume the run" not in message
+
+
+def asked_tags(plan: dict[str, Any]) -> list[str]:
+    """The TensorBoard tags that this sweep wants to know of every trial."""
+    settings = plan["settings"]
+    metric = [settings["metric"]] if "/" in settings["metric"] else []
+    return [*metric, *settings["columns"]]
+
+
+def last_scalars(run: Path | None, tags: Sequence[str]) -> dict[str, float]:
+    """The last value of TensorBoard tags, as far as a run has them."""
+    if not tags or run is None:
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(run), size_guidance={"scalars": 1})  # it keeps the last one
+    log.Reload()
+    there = log.Tags()["scalars"]
+    return {tag: log.Scalars(tag)[-1].value for tag in tags if tag in there}
 
 
 def find_evaluated(trial: Path) -> Path | None:
@@ -525,6 +634,9 @@ def find_evaluated(trial: Path) -> Path | None:
 
 
 # ----------------------------------------------------------------------------------------------- state of a sweep
+
+
+ENDED = ("done", "stopped", "failed")
 
 
 class Row(NamedTuple):
@@ -539,126 +651,189 @@ class Row(NamedTuple):
     attempts: int
     run: str
     error: str
+    columns: Sequence[float | None] = ()  # of --columns
 
 
 def read_trial(folder: Path, index: int, plan: dict[str, Any]) -> Row:
     planned = plan["trials"][index]
     trial = trial_folder(folder, index)
     attempts = trial / "attempts.txt"
-    outcome = trial / "outcome.json"
     started = len(attempts.read_text().splitlines()) if attempts.exists() else 0
     run = find_evaluated(trial)
     evaluations = read_evaluations(run)
     last = evaluations[-1] if evaluations else {}
     status = "started" if started else "waiting"
-    error = ""
-    if outcome.exists():
-        ended = json.loads(outcome.read_text())
+    error = last_words(trial) if started else ""
+    scalars = {}
+    if has_ended(trial):
+        ended = json.loads((trial / "outcome.json").read_text())
+        status = status_of(ended["exit_code"])
         error = ended["error"]
-        status = "stopped" if ended["exit_code"] is None else "failed" if ended["exit_code"] else "done"
-    elif started:
-        error = last_words(trial)
-    metric = plan["settings"]["metric"]
-    name = str(run.relative_to(folder)) if run else ""
-    values = planned["values"]
-    return Row(index, planned["env_id"], values, status, last.get(metric), last.get("step"), started, name, error)
+        scalars = ended["scalars"]
+    settings = plan["settings"]
+    metric = settings["metric"]
+    return Row(
+        index,
+        planned["env_id"],
+        planned["values"],
+        status,
+        score=scalars.get(metric, last.get(metric)),
+        step=last.get("step"),
+        attempts=started,
+        run=str(run.relative_to(folder)) if run else "",
+        error=error,
+        columns=[scalars.get(tag) for tag in settings["columns"]],
+    )
+
+
+def status_of(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "stopped"
+    return "failed" if exit_code else "done"
 
 
 def read_sweep(folder: Path, plan: dict[str, Any]) -> list[Row]:
     return [read_trial(folder, index, plan) for index in range(len(plan["trials"]))]
 
 
-def counted(row: Row) -> Trial:
-    """A configuration that failed by itself counts as no success at all: leaving it out would favour values that
-    diverge. One that has not ended, or whose environment reports no such score, says nothing yet."""
+def has_score(row: Row) -> bool:
+    ended = row.status in ("done", "stopped")
+    return ended and row.score is not None and np.isfinite(row.score)
+
+
+def counted(row: Row, worst: float = 0.0) -> Trial:
+    """A configuration that failed by itself counts as the worst score: leaving it out would favour
+    values that diverge. One that has not ended, or has no such score, says nothing yet."""
     if row.status == "failed":
-        return Trial(row.values, 0.0)
-    ended = row.status in ("done", "stopped") and row.score is not None and np.isfinite(row.score)
-    return Trial(row.values, row.score if ended else None)
+        return Trial(row.values, worst)
+    return Trial(row.values, row.score if has_score(row) else None)
+
+
+def worst_score(rows: Sequence[Row], settings: dict[str, Any]) -> float | None:
+    """No success at all; of another metric the worst of those that ended."""
+    if settings["metric"] == "success_rate":
+        return 0.0
+    scores = [row.score for row in rows if has_score(row)]
+    worst = min if settings["mode"] == "max" else max
+    return worst(scores, default=None)
 
 
 # --------------------------------------------------------------------------------------------------------- report
 
 
-def write_table(path: Path, rows: Sequence[Row]) -> None:
+def write_table(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
     names = list(rows[0].values)
+    ends = ["status", "score", *columns, "step", "attempts", "run", "error"]
     with path.open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["trial", "env_id", *names, "status", "score", "step", "attempts", "run", "error"])
+        table.writerow(["trial", "env_id", *names, *ends])
         for row in rows:
-            values = [row.values[name] for name in names]
-            ends = [row.status, row.score, row.step, row.attempts, row.run, row.error]
-            table.writerow([f"{row.index:05d}", row.env_id, *map(str, values), *ends])
+            start = [f"{row.index:05d}", row.env_id, *(str(row.values[name]) for name in names)]
+            scores = [row.status, row.score, *row.columns]
+            table.writerow([*start, *scores, row.step, row.attempts, row.run, row.error])
 
 
 def selection_lines(title: str, trials: Sequence[Trial], plan: dict[str, Any]) -> list[str]:
     """A section of selection.md."""
     algorithm = plan["settings"]["algorithm"]
+    mode = plan["settings"]["mode"]
     scored = sum(trial.score is not None for trial in trials)
     lines = [f"## {title}", "", f"{scored} of {len(trials)} configurations counted.", ""]
-    lines += ["| hyperparameter | selected | margin | the paper's | average of the better half (configurations) |"]
+    lines += [
+        "| hyperparameter | selected | margin | the paper's | average of the better half (configurations) |"
+    ]
     lines += ["|---|---|---|---|---|"]
     for name, values in plan["searched"].items():
-        judgements = judge(trials, name, values)
-        selected = select(judgements)
-        tried = ", ".join(f"{value}: {average:.3f} ({count})" for value, average, count in judgements)
-        bold = ", ".join(map(str, TABLES[algorithm][name].bold)) or "none"
+        judgements = judge(trials, name, values, mode)
+        selected = select(judgements, mode)
+        tried = ", ".join(
+            f"{value}: {average:.3f} ({count})" for value, average, count in judgements
+        )
+        choice = TABLES.get(algorithm, {}).get(name)
+        bold = ", ".join(map(str, choice.bold)) if choice else ""
         if selected is None:
             lines.append(f"| {name} | | | {bold} | {tried} |")
             continue
         margin = "tie" if selected.margin == 0 else f"{selected.margin:.3f}"
+        if np.isnan(selected.margin):
+            margin = "no other value tried"
         lines.append(f"| {name} | {selected.value} | {margin} | {bold} | {tried} |")
     return [*lines, ""]
 
 
-def draw_histograms(path: Path, title: str, name: str, values: Sequence, trials: Sequence[Trial]) -> None:
-    """A panel per value: how many of its configurations reached which score, and the average of their better half."""
+def draw_histograms(
+    path: Path, title: str, name: str, values: Sequence, trials: Sequence[Trial], plan: dict
+) -> None:
+    """A panel per value: how many of its configurations reached which score, and the average of
+    their better half."""
     from matplotlib.figure import Figure
 
+    metric = plan["settings"]["metric"]
     figure = Figure(figsize=(2.6 * len(values), 2.6), layout="constrained")
     axes = figure.subplots(1, len(values), sharex=True, sharey=True, squeeze=False)[0]
-    scores = [trial.score for trial in trials if trial.score is not None]
-    lowest = min([0.0, *scores])
-    highest = max([1.0, *scores])
-    bins = np.linspace(lowest, highest, 21)
-    for axis, (value, average, _) in zip(axes, judge(trials, name, values)):
-        mine = [trial.score for trial in trials if trial.values[name] == value and trial.score is not None]
-        axis.hist(mine, bins=bins, color="#0072B2")
-        if mine:
-            axis.axvline(average, color="#D55E00", label=f"better half: {average:.3f}")
+    rates = [0.0, 1.0] if metric == "success_rate" else []
+    scores = [trial.score for trial in trials if trial.score is not None] + rates
+    bins = np.linspace(min(scores, default=0.0), max(scores, default=1.0), 21)
+    for axis, judgement in zip(axes, judge(trials, name, values, plan["settings"]["mode"])):
+        axis.hist(scores_of(trials, name, judgement.value), bins=bins, color="#0072B2")
+        if judgement.trials:
+            label = f"better half: {judgement.average:.3f}"
+            axis.axvline(judgement.average, color="#D55E00", label=label)
             axis.legend(fontsize="small")
-        axis.set(title=f"{value} ({len(mine)})", xlabel="score")
+        axis.set(title=f"{judgement.value} ({judgement.trials})", xlabel=metric)
     axes[0].set_ylabel("configurations")
     figure.suptitle(f"{title}: {name}")
     figure.savefig(path, dpi=100)
 
 
+def file_name(text: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in text)
+
+
 def write_selection(folder: Path, rows: Sequence[Row], plan: dict[str, Any]) -> None:
-    environments = list(dict.fromkeys(row.env_id for row in rows))
-    groups = {env_id: [counted(row) for row in rows if row.env_id == env_id] for env_id in environments}
-    if len(environments) > 1:
-        groups["all environments"] = [counted(row) for row in rows]
-    lines = [f"# Selected hyperparameters of {plan['settings']['algorithm']}", ""]
-    lines += [f"A value is judged by the mean {plan['settings']['metric']} over the better half of the configurations"]
-    lines += ["that have it; of equals the one listed first is taken. Failed configurations count as 0.", ""]
+    settings = plan["settings"]
+    groups = {}
+    for env_id in dict.fromkeys(row.env_id for row in rows):
+        mine = [row for row in rows if row.env_id == env_id]
+        worst = worst_score(mine, settings)
+        groups[env_id] = [counted(row, worst) for row in mine]
+    if len(groups) > 1:
+        groups["all environments"] = [trial for trials in groups.values() for trial in trials]
+    better = "" if settings["mode"] == "max" else " (lower is better)"
+    failed = "0" if settings["metric"] == "success_rate" else "the worst of the others"
+    lines = [
+        f"# Selected hyperparameters of {settings['algorithm']}",
+        "",
+        f"A value is judged by the mean {settings['metric']}{better} over the better half of the",
+        "configurations that have it; of equals the one listed first is taken. Failed configurations",
+        f"count as {failed}.",
+        "",
+    ]
     figures = folder / "histograms"
     figures.mkdir(exist_ok=True)
     for title, trials in groups.items():
         lines += selection_lines(title, trials, plan)
         for name, values in plan["searched"].items():
-            prefix = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in title)
-            draw_histograms(figures / f"{prefix}__{name}.png", title, name, values, trials)
+            figure = figures / f"{file_name(title)}__{name}.png"
+            draw_histograms(figure, title, name, values, trials, plan)
     (folder / "selection.md").write_text("\n".join(lines))
 
 
-def summary_lines(rows: Sequence[Row]) -> list[str]:
+def summary_lines(rows: Sequence[Row], settings: dict[str, Any]) -> list[str]:
     lines = []
+    metric = settings["metric"]
+    best_of = max if settings["mode"] == "max" else min
     for env_id in dict.fromkeys(row.env_id for row in rows):
         mine = [row for row in rows if row.env_id == env_id]
-        states = [f"{sum(row.status == status for row in mine)} {status}" for status in ("done", "stopped", "failed")]
-        states.append(f"{sum(row.status in ('waiting', 'started') for row in mine)} not ended")
-        scores = [row.score for row in mine if row.status in ("done", "stopped") and row.score is not None]
-        middle = f"median score {np.median(scores):.3f}, best {max(scores):.3f}" if scores else "no score yet"
+        statuses = [row.status for row in mine]
+        states = [f"{statuses.count(status)} {status}" for status in ("done", "stopped", "failed")]
+        states.append(f"{statuses.count('waiting') + statuses.count('started')} not ended")
+        scores = [row.score for row in mine if has_score(row)]
+        middle = "no score yet"
+        if "done" in statuses:
+            middle = f"no score: no trial has {metric}"
+        if scores:
+            middle = f"median score {np.median(scores):.3f}, best {best_of(scores):.3f}"
         lines.append(f"{env_id}: {', '.join(states)}; {middle}")
     for row in [row for row in rows if row.status == "failed"][:10]:
         lines.append(f"trial {row.index:05d} failed: {row.error}")
@@ -668,12 +843,12 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
 def report(folder: Path) -> None:
     plan = load_plan(folder)
     rows = read_sweep(folder, plan)
-    write_table(folder / "sweep.csv", rows)
+    write_table(folder / "sweep.csv", rows, plan["settings"]["columns"])
     written = "sweep.csv"
     if plan["searched"]:
         write_selection(folder, rows, plan)
         written = "sweep.csv, selection.md and histograms"
-    for line in summary_lines(rows):
+    for line in summary_lines(rows, plan["settings"]):
         print(line)
     print(f"written to {folder}: {written}; curves: python plot.py {folder}/trials/*/runs/*")
 
@@ -685,67 +860,105 @@ def import_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # the run folders have TensorBoard's files
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # no tables of Tune's own beside ours
+    # The run folders have TensorBoard's files already.
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     try:
         import ray
         import ray.tune
     except ImportError:
         raise UserError(INSTALL_RAY) from None
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the live table says what has died
     return ray
 
 
+def cause_of_death(traceback: str) -> str:
+    """The line of a traceback that says what happened."""
+    lines = traceback.strip().splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]+Error: ", line)]
+    return (errors or lines or [""])[-1].rstrip(" :")
+
+
 def make_live_table(folder: Path, plan: dict[str, Any]) -> Any:
-    """Tune's callback: a line whenever something has changed, at most one every few seconds."""
+    """Tune's callback: a line when something has changed, at most one every few seconds."""
     from ray import tune
+
+    settings = plan["settings"]
+    best_of = max if settings["mode"] == "max" else min
 
     class LiveTable(tune.Callback):
         def setup(self, **_: Any) -> None:
-            rows = read_sweep(folder, plan)  # a restored sweep has scores already
+            rows = read_sweep(folder, plan)  # a restored sweep has ended trials and scores already
+            self.ended = {row.index: row.status for row in rows if row.status in ENDED}
             self.scores = {row.index: row.score for row in rows if row.score is not None}
             self.started: dict[int, float] = {}
-            self.seconds: list[float] = []
+            self.seconds: list[float] = []  # of the trials that were begun and ended here
             self.printed = 0.0
+            self.shown = ""
 
         def on_trial_start(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
             self.started.setdefault(trial.config["trial"], time.monotonic())
-            self.show(trials)
 
-        def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **_: Any) -> None:
-            self.scores[trial.config["trial"]] = result.get(plan["settings"]["metric"], float("nan"))
-            self.show(trials)
+        def on_trial_result(
+            self, iteration: int, trials: list, trial: Any, result: dict, **_: Any
+        ) -> None:
+            if settings["metric"] in result:
+                self.scores[trial.config["trial"]] = result[settings["metric"]]
 
         def on_trial_complete(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
             index = trial.config["trial"]
             if index in self.started:
                 self.seconds.append(time.monotonic() - self.started[index])
-            outcome = trial_folder(folder, index) / "outcome.json"
-            if plan["settings"]["scheduler"] == "asha" and not outcome.exists():
-                write_json(outcome, {"exit_code": None, "error": "stopped by asha"})
-            self.show(trials, now=len(self.seconds) == len(plan["trials"]))
+            trial_path = trial_folder(folder, index)
+            if settings["scheduler"] == "asha" and not has_ended(trial_path):
+                stopped = {"exit_code": None, "error": "stopped by asha", "scalars": {}}
+                write_json(trial_path / "outcome.json", stopped)
+            row = read_trial(folder, index, plan)
+            self.ended[index] = row.status
+            if row.score is not None:
+                self.scores[index] = row.score
+            if row.status == "failed":
+                print(f"trial {index:05d} failed: {row.error}", flush=True)
+
+        def on_trial_recover(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
+            reason = cause_of_death(str(trial.get_error()))
+            print(f"trial {trial.config['trial']:05d} died and is continued: {reason}", flush=True)
 
         def on_trial_error(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
-            index = trial.config["trial"]
-            print(f"trial {index:05d} died: {last_words(trial_folder(folder, index))}", flush=True)
+            reason = cause_of_death(str(trial.get_error()))
+            print(f"trial {trial.config['trial']:05d} died and is given up: {reason}", flush=True)
 
-        def show(self, trials: list, now: bool = False) -> None:
-            if time.monotonic() < self.printed + 5 and not now:
-                return
-            self.printed = time.monotonic()
-            states = [trial.status for trial in trials]
-            running = states.count("RUNNING")
-            done = states.count("TERMINATED")
-            dead = states.count("ERROR")
-            line = (
-                f"{running} running, {done} ended, {dead} dead, {len(plan['trials']) - running - done - dead} waiting"
-            )
+        def on_step_end(self, iteration: int, trials: list, **_: Any) -> None:
+            if time.monotonic() > self.printed + SECONDS_BETWEEN_LINES:
+                self.show(trials)
+
+        def on_experiment_end(self, trials: list, **_: Any) -> None:
+            self.show(trials)
+
+        def show(self, trials: list) -> None:
+            line = self.line(trials)
+            if line != self.shown:
+                print(time.strftime("%H:%M:%S"), line, flush=True)
+                self.shown = line
+                self.printed = time.monotonic()
+
+        def line(self, trials: list) -> str:
+            alive = [trial for trial in trials if trial.config["trial"] not in self.ended]
+            running = sum(trial.status == "RUNNING" for trial in alive)
+            dead = sum(trial.status == "ERROR" for trial in alive)
+            failed = list(self.ended.values()).count("failed")
+            unended = len(plan["trials"]) - len(self.ended) - dead
+            line = f"{running} running, {unended - running} waiting"
+            line += f", {len(self.ended) - failed} done, {failed} failed"
+            line += f", {dead} given up" if dead else ""
             finite = {index: score for index, score in self.scores.items() if np.isfinite(score)}
             if finite:
-                best = max(finite, key=finite.get)
+                best = best_of(finite, key=finite.get)
                 line += f"; best {finite[best]:.3f} (trial {best:05d})"
             if self.seconds and running:
-                left = (len(plan["trials"]) - done - dead) / running * float(np.mean(self.seconds))
+                left = unended / running * float(np.mean(self.seconds))
                 line += f"; about {left / 60:.0f} min left"
-            print(time.strftime("%H:%M:%S"), line, flush=True)
+            return line
 
     return LiveTable()
 
@@ -761,21 +974,27 @@ def make_tuner(ray: Any, folder: Path, plan: dict[str, Any]) -> Any:
     param_space = {"trial": tune.grid_search(indices), "folder": str(folder)}
     if tune.Tuner.can_restore(str(state)):
         return tune.Tuner.restore(
-            str(state), trainable, resume_unfinished=True, resume_errored=True, param_space=param_space
+            str(state),
+            trainable,
+            resume_unfinished=True,
+            resume_errored=True,
+            param_space=param_space,
         )
     scheduler = None
     if settings["scheduler"] == "asha":
         scheduler = tune.schedulers.ASHAScheduler(
             time_attr="step",
             metric=settings["metric"],
-            mode="max",
+            mode=settings["mode"],
             grace_period=settings["grace_period"],
             max_t=max(settings["grace_period"], plan["last_step"]),
         )
     return tune.Tuner(
         trainable,
         param_space=param_space,
-        tune_config=tune.TuneConfig(scheduler=scheduler, max_concurrent_trials=settings["max_concurrent"]),
+        tune_config=tune.TuneConfig(
+            scheduler=scheduler, max_concurrent_trials=settings["max_concurrent"]
+        ),
         run_config=tune.RunConfig(
             name=state.name,
             storage_path=str(folder),
@@ -786,29 +1005,37 @@ def make_tuner(ray: Any, folder: Path, plan: dict[str, Any]) -> Any:
     )
 
 
+def connect(ray: Any, address: str) -> None:
+    """Starts Ray on this machine, or joins the cluster at this address."""
+    options = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error", **options)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        problem = f"no Ray cluster at {address!r}, start one with ray start --head"
+        if address == "local":
+            problem = "Ray does not start, perhaps the machine is too busy"
+        raise UserError(f"{problem}: {reason}") from None
+
+
 def run_sweep(folder: Path, address: str | None) -> int:
     """Runs what has not ended yet; returns the exit code."""
     ray = import_ray()
     plan = load_plan(folder)
-    how_on = f"continue with: python sweep.py restore {folder}"
+    connect(ray, address or plan["settings"]["address"])
+    given_up = 0
     try:
-        options = {"address": address} if address else {"include_dashboard": False}
-        ray.init(log_to_driver=False, logging_level="error", **options)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"no Ray cluster at {address!r}, start one with ray start --head: {reason}") from None
-    interrupted = False
-    try:
-        make_tuner(ray, folder, plan).fit()
+        given_up = make_tuner(ray, folder, plan).fit().num_errors  # Ctrl-C ends fit() early
     except KeyboardInterrupt:
-        interrupted = True
+        print("stopped at once", file=sys.stderr)
     ray.shutdown()
     report(folder)
-    unfinished = sum(row.status in ("waiting", "started") for row in read_sweep(folder, plan))
-    if unfinished:
-        print(f"{unfinished} trials have not ended; {how_on}", file=sys.stderr)
-        return 130 if interrupted else 1
-    return 0
+    unfinished = sum(row.status not in ENDED for row in read_sweep(folder, plan))
+    if not unfinished:
+        return 0
+    how_on = f"continue with: python sweep.py restore {folder}"
+    print(f"{unfinished} trials have not ended; {how_on}", file=sys.stderr)
+    return 130 if unfinished > given_up else 1
 
 
 def new_sweep(args: SeedsArgs | SearchArgs, passed_on: list[str]) -> Path:

@@ -21,7 +21,13 @@ import sweep
 def script_args(algorithm: str) -> type:
     script, subcommand, _ = sweep.ALGORITHMS[algorithm]
     module = importlib.import_module(script.removesuffix(".py"))
-    names = {"sac": "SACArgs", "sacfd": "SACfDArgs", "gail": "GAILArgs", "bc": "BCArgs", "mdn": "MDNArgs"}
+    names = {
+        "sac": "SACArgs",
+        "sacfd": "SACfDArgs",
+        "gail": "GAILArgs",
+        "bc": "BCArgs",
+        "mdn": "MDNArgs",
+    }
     return getattr(module, names[subcommand[0]] if subcommand else "Args")
 
 
@@ -41,7 +47,9 @@ def test_every_name_is_an_argument_and_every_bold_value_its_default(algorithm):
                 same = defaults[argument] in choice.bold
                 assert same != ((algorithm, name) in sweep.DIFFERENCES), f"{algorithm}: {argument}"
             else:
-                assert defaults[argument] in choice.values  # the paper selects none: any that it tried
+                assert (
+                    defaults[argument] in choice.values
+                )  # the paper selects none: any that it tried
 
 
 def test_the_tables_have_the_papers_size():
@@ -79,7 +87,12 @@ def test_a_value_is_judged_by_the_better_half_of_its_configurations():
 
 
 def test_hyperparameters_are_selected_independently():
-    trials = [trial(1, 0.9, other=1), trial(1, 0.1, other=2), trial(2, 0.3, other=1), trial(2, 0.8, other=2)]
+    trials = [
+        trial(1, 0.9, other=1),
+        trial(1, 0.1, other=2),
+        trial(2, 0.3, other=1),
+        trial(2, 0.8, other=2),
+    ]
     assert sweep.select(sweep.judge(trials, "rate", [1, 2])).value == 1  # 0.9 against 0.8
     assert sweep.select(sweep.judge(trials, "other", [1, 2])).value == 1  # 0.9 against 0.8
     assert sweep.better_half_average([0.9, 0.3]) == 0.9
@@ -95,8 +108,17 @@ def test_failed_trials_count_as_zero_and_unfinished_ones_not_at_all():
     def row(value: str, status: str, score: float | None) -> sweep.Row:
         return sweep.Row(0, "Env-v0", {"rate": value}, status, score, 0, 1, "", "")
 
-    rows = [row("a", "done", 0.9), row("a", "failed", 0.9), row("a", "failed", None)]  # better half: 0.9 and 0
-    rows += [row("b", "done", 0.5), row("b", "started", 1.0), row("b", "waiting", None), row("b", "stopped", 0.7)]
+    rows = [
+        row("a", "done", 0.9),
+        row("a", "failed", 0.9),
+        row("a", "failed", None),
+    ]  # better half: 0.9 and 0
+    rows += [
+        row("b", "done", 0.5),
+        row("b", "started", 1.0),
+        row("b", "waiting", None),
+        row("b", "stopped", 0.7),
+    ]
     rows += [row("b", "done", float("nan"))]
     trials = [sweep.counted(each) for each in rows]
     judgements = sweep.judge(trials, "rate", ["a", "b"])
@@ -115,7 +137,9 @@ def search_args(algorithm: str = "aquadqn", **changes) -> sweep.SearchArgs:
 
 
 def test_configurations_are_drawn_from_the_table_and_what_is_given_is_not_searched():
-    plan = sweep.make_plan(search_args(num_samples=300), ["--learning-rate", "0.5", "--total-timesteps", "200000"])
+    plan = sweep.make_plan(
+        search_args(num_samples=300), ["--learning-rate", "0.5", "--total-timesteps", "200000"]
+    )
     assert "learning_rate" not in plan["searched"]
     assert "candidate_learning_rate" in plan["searched"]
     assert plan["last_step"] == 200_000
@@ -129,8 +153,20 @@ def test_the_command_of_a_trial():
     values = {"dropout": 0.3, "temperature": 1e-4}
     words = sweep.trial_words("aquaplay", "stack", values, ["--seed", "2"])
     dropout = ["--input-dropout", "0.3", "--hidden-dropout", "0.3"]
-    assert words == ["aquaplay.py", "--task", "stack", *dropout, "--temperature", "0.0001", "--seed", "2", "--quiet"]
-    words = sweep.trial_words("gail", "Env-v0", {"normalize_observations": False, "min_demo_reward": None}, [])
+    assert words == [
+        "aquaplay.py",
+        "--task",
+        "stack",
+        *dropout,
+        "--temperature",
+        "0.0001",
+        "--seed",
+        "2",
+        "--quiet",
+    ]
+    words = sweep.trial_words(
+        "gail", "Env-v0", {"normalize_observations": False, "min_demo_reward": None}, []
+    )
     start = ["sac_baselines.py", "gail", "--env-id", "Env-v0"]
     assert words == [*start, "--no-normalize-observations", "--min-demo-reward", "None", "--quiet"]
 
@@ -153,7 +189,7 @@ def test_the_scripts_understand_the_command(algorithm):
 
 ROOT = Path(__file__).parents[1]
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=sweep.INSTALL_RAY)
-TINY = """--dataset-id tiny/reach/expert-v0 --candidate-steps 500 --total-timesteps 600 --eval-every 200
+TINY = """--dataset-id tiny/reach/expert-v0 --candidate-steps 1500 --total-timesteps 600 --eval-every 200
  --eval-episodes 3 --learning-starts 50 --checkpoint-every 100 --num-actions 4 --batch-size 32""".split()
 
 
@@ -161,7 +197,9 @@ def start_sweep(folder: Path, *words: str, **variables: str) -> subprocess.Popen
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), **variables}
     command = [sys.executable, str(ROOT / "sweep.py"), *words]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def read_table(folder: Path) -> list[dict[str, str]]:

@@ -1,0 +1,118 @@
+"""sweep.py's searches over other values and other scores than the paper's, and what counts as an end of a trial."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from tensorboardX import SummaryWriter
+
+import sweep
+
+TAG = "candidates/held_out_distance"
+
+
+def search_args(**changes) -> sweep.SearchArgs:
+    return sweep.SearchArgs("aquadqn", ["Env-v0"], num_samples=40, **changes)
+
+
+def test_a_search_over_values_of_ones_own():
+    values = ("temperature-start=None,1e-3,1", "candidates=learned,kmeans", "num-actions=10,20")
+    plan = sweep.make_plan(search_args(values=values), ["--num-actions", "5"])
+    assert plan["searched"] == {
+        "temperature_start": (None, 0.001, 1),
+        "candidates": ("learned", "kmeans"),
+    }
+    words = plan["trials"][0]["words"]
+    assert words[words.index("--num-actions") + 1] == "5"
+    assert words[words.index("--temperature-start") + 1] in ("None", "0.001", "1")
+
+
+@pytest.mark.parametrize("values", ["temperature", "temperature=", "=1,2"])
+def test_values_that_are_none_are_refused(values):
+    with pytest.raises(sweep.UserError, match="give name=value"):
+        sweep.make_plan(search_args(values=(values,)), [])
+
+
+def test_lower_can_be_better():
+    trials = [sweep.Trial({"rate": "a"}, score) for score in (1.0, 2.0, 9.0)]
+    trials += [sweep.Trial({"rate": "b"}, score) for score in (1.2, 1.4, 1.6, 1.8)]
+    judgements = sweep.judge(trials, "rate", ["a", "b"], "min")
+    assert [judgement.average for judgement in judgements] == pytest.approx([1.5, 1.3])
+    value, average, margin = sweep.select(judgements, "min")
+    assert (value, average, margin) == ("b", pytest.approx(1.3), pytest.approx(0.2))
+
+
+@pytest.mark.parametrize(("mode", "worst"), [("max", -300.0), ("min", -100.0)])
+def test_a_failed_trial_is_the_worst_of_all(mode, worst):
+    """A return can be negative: zero would be the best score of all."""
+    ends = [("done", -100.0), ("done", -300.0), ("done", float("nan")), ("failed", None)]
+    rows = [sweep.Row(0, "E-v0", {"rate": 1}, *end, 0, 1, "", "") for end in ends]
+    settings = {"metric": "episodic_return", "mode": mode}
+    assert sweep.worst_score(rows, settings) == worst
+    assert sweep.counted(rows[-1], worst).score == worst
+    assert sweep.worst_score(rows[2:], settings) is None
+    assert sweep.worst_score(rows, {"metric": "success_rate", "mode": "max"}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "message", "final"),
+    [
+        (0, "", True),
+        (2, "error: Nowhere-v0 is not registered", True),
+        (1, "error: not finite at step 8; lower --learning-rate", True),
+        (1, "error: No space left on device; free some space, then --resume the run", False),
+        (1, "MemoryError", False),
+        (-9, "", False),
+        (143, "stopped; continue with: python aquadqn.py --resume runs/x", False),
+    ],
+)
+def test_what_is_not_tried_again(exit_code, message, final):
+    assert sweep.is_final(exit_code, message) == final
+
+
+def test_a_wrong_argument_is_named(tmp_path):
+    box = "╭─ Unrecognized options ─╮\n│ Unrecognized options: --bad, 1   │\n│ For full helptext, ... │\n╰──╯\n"
+    (tmp_path / "log.txt").write_text("a warning\n" + box)
+    assert sweep.last_words(tmp_path) == "Unrecognized options: --bad, 1"
+
+
+def make_ended_trial(folder: Path, index: int, distance: float, plan: dict) -> None:
+    """What a trial leaves behind, a resumed one: two files of events."""
+    trial = sweep.trial_folder(folder, index)
+    run = trial / "runs" / "a"
+    run.mkdir(parents=True)
+    for step, logged in enumerate([9.0, distance]):
+        with SummaryWriter(str(run), filename_suffix=f".{step}") as log:
+            log.add_scalar("candidates/in_use", 7, step)
+            log.add_scalar(TAG, logged, step)
+    (run / "evaluations.csv").write_text("step,success_rate\n8,0.5\n")
+    (trial / "attempts.txt").write_text("0.0 here 1\n0.1 here 2\n")
+    sweep.write_outcome(trial, 0, plan)
+
+
+def test_a_tensorboard_tag_is_the_score(tmp_path, capsys):
+    args = search_args(
+        values=("num_actions=10,20",), metric=TAG, mode="min", columns=("candidates/in_use",)
+    )
+    plan = json.loads(json.dumps(sweep.make_plan(args, [])))
+    sweep.write_json(tmp_path / "sweep.json", plan)
+    for index, trial in enumerate(plan["trials"][:30]):
+        make_ended_trial(tmp_path, index, trial["values"]["num_actions"] / 100, plan)
+    sweep.report(tmp_path)
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 40
+    for row in rows[:30]:
+        assert float(row["score"]) == pytest.approx(int(row["num_actions"]) / 100)
+        assert float(row["candidates/in_use"]) == 7
+        assert (row["status"], row["step"], row["attempts"]) == ("done", "8", "2")
+    assert {row["status"] for row in rows[30:]} == {"waiting"}
+    assert {row["score"] for row in rows[30:]} == {""}
+    assert "| num_actions | 10 | 0.100 | 10 |" in (tmp_path / "selection.md").read_text()
+    assert "best 0.100" in capsys.readouterr().out
+
+
+def test_asha_needs_a_curve():
+    with pytest.raises(sweep.UserError, match="asha needs a column"):
+        sweep.check_run_args(search_args(metric=TAG, scheduler="asha"))
