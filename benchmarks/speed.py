@@ -71,7 +71,9 @@ def make_products_alone(obs_dim: int, num_actions: int, batch_size: int) -> Call
     @jax.jit
     def products(weights: list[jax.Array]) -> jax.Array:
         def step(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
-            x = jnp.ones((2 * batch_size, obs_dim)) + carry  # so that no iteration is like the one before
+            x = (
+                jnp.ones((2 * batch_size, obs_dim)) + carry
+            )  # so that no iteration is like the one before
             for weight in weights:
                 x = x @ weight
             total, inputs = x.sum(), [jnp.ones((batch_size, obs_dim)) + carry]
@@ -132,11 +134,15 @@ def against_the_peak(
     measured = {}
     for name, taken in times.items():
         speeds = gflop / np.array(taken)
-        measured[name] = Measured(1e3 * np.median(taken), np.median(speeds), np.median(speeds / np.array(peaks)))
+        measured[name] = Measured(
+            1e3 * np.median(taken), np.median(speeds), np.median(speeds / np.array(peaks))
+        )
     return float(np.median(peaks)), measured
 
 
-def record_actions(env: gym.Env, act: Callable[[np.ndarray], np.ndarray], steps: int = 1000) -> list[np.ndarray]:
+def record_actions(
+    env: gym.Env, act: Callable[[np.ndarray], np.ndarray], steps: int = 1000
+) -> list[np.ndarray]:
     """What the policy does from the first reset on: contacts, and so the time of a step, depend on the actions."""
     actions, observation = [], env.reset(seed=0)[0]
     for _ in range(steps):
@@ -163,7 +169,9 @@ def update_gflop(args: aquadqn.Args, obs_dim: int) -> float:
     layers = [obs_dim, 512, 512, 256, args.num_actions]
     weights = sum(a * b for a, b in zip(layers, layers[1:]))
     forward = 2 * args.batch_size * weights
-    return 1e-9 * (5 * forward - 2 * args.batch_size * layers[0] * layers[1])  # no gradient for the observations
+    return 1e-9 * (
+        5 * forward - 2 * args.batch_size * layers[0] * layers[1]
+    )  # no gradient for the observations
 
 
 def random_replay(count: int, obs_dim: int, num_actions: int) -> Replay:
@@ -172,7 +180,9 @@ def random_replay(count: int, obs_dim: int, num_actions: int) -> Replay:
     observations = rng.normal(size=(2, count, obs_dim))
     indices = rng.integers(num_actions, size=count)
     ends = np.arange(count) % 200 == 199
-    steps = aquadqn.typed(Transition(*observations, indices, np.zeros(count), np.zeros(count), ends))
+    steps = aquadqn.typed(
+        Transition(*observations, indices, np.zeros(count), np.zeros(count), ends)
+    )
     return Replay(jax.tree.map(jnp.asarray, steps), jnp.asarray(count))
 
 
@@ -195,7 +205,9 @@ class LoopLog:
             self.compiled_at.append(self.compilations)
 
 
-def checkpoint_share(args: aquadqn.Args, state: object, row_size: int, loop_ms: float) -> tuple[float, float]:
+def checkpoint_share(
+    args: aquadqn.Args, state: object, row_size: int, loop_ms: float
+) -> tuple[float, float]:
     """Milliseconds of a checkpoint, and its share of the time of the steps between two. The replay's size is no matter:
     only new rows are written, here after a file of a full replay's size."""
     with tempfile.TemporaryDirectory() as folder:
@@ -212,14 +224,19 @@ def checkpoint_share(args: aquadqn.Args, state: object, row_size: int, loop_ms: 
 
 def main() -> None:
     options = tyro.cli(Options)
-    args = aquadqn.Args(env_id=options.env_id, total_timesteps=options.steps, eval_episodes=1, quiet=True)
-    args.temperature_start = 1.0
+    args = aquadqn.Args(
+        env_id=options.env_id, total_timesteps=options.steps, eval_episodes=1, quiet=True
+    )
+    args.temperature_start = 1.0  # annealed, as a run's default is
     args.eval_every = 10**9
     args.reward = "sparse"
     env = aquadqn.make_env(args)
     obs_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
     row_size = 2 * obs_dim + 4
-    q_network, network = aquadqn.QNetwork(args.num_actions), aquadqn.make_candidate_network(args, action_dim)
+    q_network, network = (
+        aquadqn.QNetwork(args.num_actions),
+        aquadqn.make_candidate_network(args, action_dim),
+    )
     q_params = q_network.init(jax.random.PRNGKey(0), jnp.zeros(obs_dim))
     params = network.init(jax.random.PRNGKey(1), jnp.zeros(obs_dim))
     demos = random_replay(6729, obs_dim, args.num_actions)
@@ -229,9 +246,14 @@ def main() -> None:
     key, observation = jax.random.PRNGKey(2), np.zeros(obs_dim, np.float32)
     optimizer = optax.adam(args.learning_rate)
     average, target = (jax.tree.map(jnp.copy, q_params) for _ in range(2))
-    agent = aquadqn.AgentState(q_params, average, target, optimizer.init(q_params), jnp.zeros((), jnp.int32), key)
+    agent = aquadqn.AgentState(
+        q_params, average, target, optimizer.init(q_params), jnp.zeros((), jnp.int32), key
+    )
     saved = jax.tree.map(np.asarray, agent)  # the updates below give the buffers away
-    learn, kept = aquadqn.make_update(q_network, optimizer, args), [jax.tree.map(jnp.asarray, saved)]
+    learn, kept = (
+        aquadqn.make_update(q_network, optimizer, args),
+        [jax.tree.map(jnp.asarray, saved)],
+    )
 
     def update() -> jax.Array:
         kept[0], metrics = learn(kept[0], replay, demos)
@@ -246,7 +268,9 @@ def main() -> None:
     def parts() -> np.ndarray:
         """Milliseconds of an environment step, a policy call and an update."""
         policy_ms = milliseconds(lambda: act(observation), 300)
-        return np.array([env_step(env, actions_taken), policy_ms, milliseconds(update, 20, STEPS_PER_CALL)])
+        return np.array(
+            [env_step(env, actions_taken), policy_ms, milliseconds(update, 20, STEPS_PER_CALL)]
+        )
 
     gflop = update_gflop(args, obs_dim)
     products = make_products_alone(obs_dim, args.num_actions, args.batch_size)
@@ -256,7 +280,11 @@ def main() -> None:
     candidate_optimizer = optax.adam(args.candidate_learning_rate)
     candidate_update = aquadqn.make_candidate_update(network, candidate_optimizer, args)
     start = jax.tree.map(jnp.copy, params)
-    candidate = [aquadqn.CandidateState(start, candidate_optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(3))]
+    candidate = [
+        aquadqn.CandidateState(
+            start, candidate_optimizer.init(params), jnp.asarray(0), jax.random.PRNGKey(3)
+        )
+    ]
     observations, actions = demos.transitions.observation, jnp.zeros((6729, action_dim))
 
     def candidate_steps() -> jax.Array:
@@ -280,15 +308,21 @@ def main() -> None:
     print(f"environment step   {env_ms:8.3f} ms   ({args.env_id})")
     print(f"policy call        {policy_ms:8.3f} ms")
     print(f"update             {update_ms:8.3f} ms   (batch {args.batch_size})")
-    print(f"candidate step     {candidate_ms:8.3f} ms   (K {args.num_actions}, batch {args.batch_size})")
+    print(
+        f"candidate step     {candidate_ms:8.3f} ms   (K {args.num_actions}, batch {args.batch_size})"
+    )
     print(f"training loop      {loop_ms:8.3f} ms per step, {1e3 / loop_ms:.0f} steps/s")
-    print(f"loop / (environment + policy + update)   {loop_ms / (env_ms + policy_ms + update_ms):.3f}   (at most 1.10)")
+    print(
+        f"loop / (environment + policy + update)   {loop_ms / (env_ms + policy_ms + update_ms):.3f}   (at most 1.10)"
+    )
     print(f"GEMM peak          {peak:8.1f} GFLOP/s")
     for title, name in (("update          ", "update"), ("  products alone", "products")):
         ms, gflops, share = measured[name]
         print(f"{title}   {gflops:8.1f} GFLOP/s, {share:.2f} of the peak, {ms:.2f} ms")
     print(f"  Adam alone       {measured['adam'].ms:8.2f} ms")
-    print(f"checkpoint         {checkpoint_ms:8.1f} ms, {100 * checkpoint_time:.2f} percent of the time   (under 2)")
+    print(
+        f"checkpoint         {checkpoint_ms:8.1f} ms, {100 * checkpoint_time:.2f} percent of the time   (under 2)"
+    )
     print(f"peak memory        {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:8.0f} MB")
     print("compilations after warm-up: none")
 
