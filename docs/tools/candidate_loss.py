@@ -19,12 +19,16 @@ FOLDER = Path(__file__).resolve().parents[1] / "results" / "curves" / "candidate
 def export(run: Path) -> None:
     curve = plot.read_curve(run, "candidate_loss")
     if curve is None:
-        print(f"error: {run} is not a run that has trained candidates: name another", file=sys.stderr)
+        print(
+            f"error: {run} is not a run that has trained candidates: name another", file=sys.stderr
+        )
         sys.exit(2)
     with (FOLDER / f"{run.name.rpartition('__')[0]}.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["step", "candidate_loss"])
-        writer.writerows((int(step), f"{value:.5f}") for step, value in zip(curve.steps, curve.values))
+        writer.writerows(
+            (int(step), f"{value:.5f}") for step, value in zip(curve.steps, curve.values)
+        )
 
 
 if __name__ == "__main__":

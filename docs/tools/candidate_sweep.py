@@ -31,12 +31,16 @@ class Options:
 def describe(run: Path) -> dict[str, str | float]:
     args = aquadqn.load_args(run)
     env = aquadqn.make_env(args)
-    demos = aquadqn.load_demonstrations(args.dataset_id, env, args.reward == "sparse", args.num_demos)
+    demos = aquadqn.load_demonstrations(
+        args.dataset_id, env, args.reward == "sparse", args.num_demos
+    )
     network = aquadqn.make_candidate_network(args, demos.actions.shape[1])
     params = aquadqn.load_candidates(run, network, demos.observations.shape[1])
     candidates = jax.jit(network.apply)(params, demos.observations)  # (N, K, D)
     nearest = aquadqn.nearest_candidate(candidates, demos.actions)
-    distances = jnp.linalg.norm(candidates[jnp.arange(len(nearest)), nearest] - demos.actions, axis=-1)
+    distances = jnp.linalg.norm(
+        candidates[jnp.arange(len(nearest)), nearest] - demos.actions, axis=-1
+    )
     return {
         "env_id": args.env_id,
         "exp_name": args.exp_name,

@@ -23,7 +23,11 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from record import aquadqn, load_policy
 
-PIXELS, EVERY, FPS = 240, 4, 12  # side of a picture; steps from one picture to the next; pictures per second
+PIXELS, EVERY, FPS = (
+    240,
+    4,
+    12,
+)  # side of a picture; steps from one picture to the next; pictures per second
 AGENT_STEPS = 200  # the environment's own limit; demonstrations are longer
 
 
@@ -46,7 +50,9 @@ def picture(env: gym.Env) -> np.ndarray:
     return frame.reshape(PIXELS, factor, PIXELS, factor, 3).mean((1, 3)).astype(np.uint8)
 
 
-def play(env: gym.Env, initial_state: dict, choose: Callable[[np.ndarray, int], np.ndarray], steps: int) -> Episode:
+def play(
+    env: gym.Env, initial_state: dict, choose: Callable[[np.ndarray, int], np.ndarray], steps: int
+) -> Episode:
     observation, _ = env.reset(options={"initial_state_dict": initial_state})
     success, pictures = False, [picture(env)]
     for step in range(steps):
@@ -60,8 +66,13 @@ def play(env: gym.Env, initial_state: dict, choose: Callable[[np.ndarray, int], 
 def write_gif(path: Path, human: list[np.ndarray], agent: list[np.ndarray]) -> None:
     """Side by side; the shorter one waits at its end."""
     length = max(len(human), len(agent))
-    human, agent = (pictures + [pictures[-1]] * (length - len(pictures)) for pictures in (human, agent))
-    frames = [Image.fromarray(np.hstack(pair)).quantize(48, dither=Image.Dither.NONE) for pair in zip(human, agent)]
+    human, agent = (
+        pictures + [pictures[-1]] * (length - len(pictures)) for pictures in (human, agent)
+    )
+    frames = [
+        Image.fromarray(np.hstack(pair)).quantize(48, dither=Image.Dither.NONE)
+        for pair in zip(human, agent)
+    ]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // FPS, loop=0)
 
 
@@ -76,14 +87,20 @@ def main() -> None:
             continue
         metadata = next(iter(dataset.storage.get_episode_metadata([episode.id])))
         initial_state = metadata["options"]["initial_state_dict"]
-        human = play(env, initial_state, lambda _, step, actions=episode.actions: actions[step], len(episode))
-        agent = play(env, initial_state, lambda state, _: np.asarray(policy(state, key, 0.0)[0]), AGENT_STEPS)
+        human = play(
+            env, initial_state, lambda _, step, actions=episode.actions: actions[step], len(episode)
+        )
+        agent = play(
+            env, initial_state, lambda state, _: np.asarray(policy(state, key, 0.0)[0]), AGENT_STEPS
+        )
         print(f"demonstration {episode.id}: human {human.success}, agent {agent.success}")
         if human.success and agent.success and not written:
             write_gif(options.out, human.pictures, agent.pictures)
             written = True
     if not written:
-        raise aquadqn.UserError("no demonstration from whose initial state the agent succeeds too: nothing was drawn")
+        raise aquadqn.UserError(
+            "no demonstration from whose initial state the agent succeeds too: nothing was drawn"
+        )
 
 
 if __name__ == "__main__":
