@@ -86,13 +86,9 @@ class Args:
     n_step: int = 3  # length of the multi-step return, of the demonstrations too
     epsilon: float = 0.1  # probability of a uniformly random candidate while training
     buffer_size: int = 1_000_000  # transitions kept in the replay buffer
-    learning_starts: int = (
-        1_000  # environment steps before the first update, as in the authors' code
-    )
+    learning_starts: int = 1_000  # environment steps before the first update (authors' code)
     ema_decay: float = 0.999  # of the average of the Q-network that is evaluated (paper: 0, none)
-    target_update_period: int = (
-        100  # updates between copies into the target network (authors' code)
-    )
+    target_update_period: int = 100  # updates between copies of the target (authors' code)
     munchausen_tau: float = 0.03  # entropy temperature of Munchausen DQN
     munchausen_alpha: float = 0.9  # weight of the log-policy in the reward of Munchausen DQN
     munchausen_clip: float = -1e3  # lower bound of that log-policy term, as in the authors' code
