@@ -41,8 +41,8 @@ MUJOCO = ["gymnasium[mujoco]==1.4.0", "gymnasium-robotics==1.4.2", "mujoco==3.17
 ENVIRONMENTS = {  # PyTorch comes first and without CUDA; the rest then has what it needs of it
     "sb": [TORCH, "sbx-rl==0.28.0", "stable-baselines3==2.9.2", *MUJOCO],
     "ot": [TORCH, "POT==0.9.7.post1", "geomloss==0.3.1", "h5py"],
-    "imitation": [TORCH, "imitation"],
-    "d3rlpy": [TORCH, "d3rlpy"],
+    "imitation": [TORCH, "imitation==1.0.1"],
+    "d3rlpy": [TORCH, "d3rlpy==2.8.1"],
     "envpool": ["envpool==1.2.5", *MUJOCO],
     "desk": [
         "robodesk==1.0.0",
