@@ -635,7 +635,6 @@ def find_evaluated(trial: Path) -> Path | None:
 
 # ----------------------------------------------------------------------------------------------- state of a sweep
 
-
 ENDED = ("done", "stopped", "failed")
 
 
@@ -733,22 +732,31 @@ def write_table(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None
             table.writerow([*start, *scores, row.step, row.attempts, row.run, row.error])
 
 
+def judgement_words(judgement: Judgement) -> str:
+    value, average, trials = judgement
+    return f"{value}: {average:.3f} ({trials})" if trials else f"{value}: not tried"
+
+
 def selection_lines(title: str, trials: Sequence[Trial], plan: dict[str, Any]) -> list[str]:
     """A section of selection.md."""
     algorithm = plan["settings"]["algorithm"]
     mode = plan["settings"]["mode"]
     scored = sum(trial.score is not None for trial in trials)
-    lines = [f"## {title}", "", f"{scored} of {len(trials)} configurations counted.", ""]
-    lines += [
-        "| hyperparameter | selected | margin | the paper's | average of the better half (configurations) |"
+    heads = (
+        "hyperparameter, selected, margin, the paper's, average of the better half (configurations)"
+    )
+    lines = [
+        f"## {title}",
+        "",
+        f"{scored} of {len(trials)} configurations counted.",
+        "",
+        f"| {heads.replace(',', ' |')} |",
+        "|---|---|---|---|---|",
     ]
-    lines += ["|---|---|---|---|---|"]
     for name, values in plan["searched"].items():
         judgements = judge(trials, name, values, mode)
         selected = select(judgements, mode)
-        tried = ", ".join(
-            f"{value}: {average:.3f} ({count})" for value, average, count in judgements
-        )
+        tried = ", ".join(map(judgement_words, judgements))
         choice = TABLES.get(algorithm, {}).get(name)
         bold = ", ".join(map(str, choice.bold)) if choice else ""
         if selected is None:
@@ -872,11 +880,14 @@ def import_ray() -> Any:
     return ray
 
 
-def cause_of_death(traceback: str) -> str:
-    """The line of a traceback that says what happened."""
-    lines = traceback.strip().splitlines()
+def cause_of_death(trial: Any) -> str:
+    """What happened to a trial of Tune's, in the words of the last error that it wrote down."""
+    if trial.error_file is None:
+        return "unknown"
+    last_failure = Path(trial.error_file).read_text().rpartition("Failure # ")[2]
+    lines = last_failure.strip().splitlines()
     errors = [line for line in lines if re.match(r"[\w.]+Error: ", line)]
-    return (errors or lines or [""])[-1].rstrip(" :")
+    return (errors or lines)[-1].split(". ")[0].rstrip(" :")
 
 
 def make_live_table(folder: Path, plan: dict[str, Any]) -> Any:
@@ -921,11 +932,11 @@ def make_live_table(folder: Path, plan: dict[str, Any]) -> Any:
                 print(f"trial {index:05d} failed: {row.error}", flush=True)
 
         def on_trial_recover(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
-            reason = cause_of_death(str(trial.get_error()))
+            reason = cause_of_death(trial)
             print(f"trial {trial.config['trial']:05d} died and is continued: {reason}", flush=True)
 
         def on_trial_error(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
-            reason = cause_of_death(str(trial.get_error()))
+            reason = cause_of_death(trial)
             print(f"trial {trial.config['trial']:05d} died and is given up: {reason}", flush=True)
 
         def on_step_end(self, iteration: int, trials: list, **_: Any) -> None:

@@ -100,7 +100,7 @@ class Driver:
         self.log = folder.with_suffix(".log")
         command = [sys.executable, str(ROOT / "sweep.py"), *words]
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     @classmethod
     def start(cls, folder: Path, *options: str, steps: int = 600) -> "Driver":
@@ -214,7 +214,7 @@ def kill_driver(folder: Path) -> int:
 def interrupt_driver(folder: Path) -> int:
     driver = Driver.start(folder)
     driver.wait_for_checkpoint(4)
-    driver.process.send_signal(signal.SIGINT)
+    os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does
     code = driver.finish()
     print(f"    Ctrl-C: exit code {code}, {driver.log.read_text().splitlines()[-1]!r}")
     return restore(folder)

@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboardX import SummaryWriter
@@ -75,6 +76,17 @@ def test_a_wrong_argument_is_named(tmp_path):
     box = "╭─ Unrecognized options ─╮\n│ Unrecognized options: --bad, 1   │\n│ For full helptext, ... │\n╰──╯\n"
     (tmp_path / "log.txt").write_text("a warning\n" + box)
     assert sweep.last_words(tmp_path) == "Unrecognized options: --bad, 1"
+
+
+def test_a_death_is_told_in_one_line(tmp_path):
+    written = tmp_path / "error.txt"
+    written.write_text("Failure # 1\nTraceback ...\n  File ...\nRuntimeError: exit code -9: \n")
+    assert sweep.cause_of_death(SimpleNamespace(error_file=written)) == "RuntimeError: exit code -9"
+    with written.open("a") as file:
+        file.write("Failure # 2\nThe actor is dead because its worker process has died. And so on.")
+    died = "The actor is dead because its worker process has died"
+    assert sweep.cause_of_death(SimpleNamespace(error_file=written)) == died
+    assert sweep.cause_of_death(SimpleNamespace(error_file=None)) == "unknown"
 
 
 def make_ended_trial(folder: Path, index: int, distance: float, plan: dict) -> None:
