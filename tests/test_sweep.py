@@ -195,6 +195,7 @@ TINY = """--dataset-id tiny/reach/expert-v0 --candidate-steps 1500 --total-times
 
 def start_sweep(folder: Path, *words: str, **variables: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), **variables}
+    environment.setdefault("RAY_worker_niceness", "0")
     command = [sys.executable, str(ROOT / "sweep.py"), *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(
