@@ -321,7 +321,8 @@ def soak(setting: Setting, steps: int, say: Callable) -> bool:
             status = Path(f"/proc/{process.pid}/status").read_text()
             fields = dict(line.split(":", 1) for line in status.splitlines())
             handles = len(os.listdir(f"/proc/{process.pid}/fd"))
-            megabytes = float(fields["VmRSS"].split()[0]) / 1024
+            # Its own memory: the kernel takes pages of files (libraries) back when it likes.
+            megabytes = float(fields["RssAnon"].split()[0]) / 1024
         except (FileNotFoundError, KeyError, PermissionError):
             break  # it has just ended
         samples.append((step / steps, megabytes, handles, int(fields["Threads"])))
