@@ -168,7 +168,7 @@ def our_dqn(clock: Clock, **changes: Any) -> None:
     network = aquadqn.make_candidate_network(args, ACTION_DIM)
     candidates = {"params": {"actions": jnp.asarray(fixed_actions())}}
     demos = aquadqn.make_replay(8, OBS_DIM)._replace(count=jnp.asarray(8))
-    run = aquadqn.Run(args, None)
+    run = aquadqn.AgentRun(args, None)
     aquadqn.train_agent(args, run, clock.inside(env), network, candidates, demos)
 
 

@@ -295,7 +295,7 @@ def main() -> None:
 
     log, parts_before = LoopLog(), parts()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        run = aquadqn.Run(args, None)
+        run = aquadqn.AgentRun(args, None)
         run.log = log
         aquadqn.train_agent(args, run, env, network, params, demos)
     loop_ms = 1e3 / float(np.median(log.speeds[1:]))
