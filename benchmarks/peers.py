@@ -607,20 +607,18 @@ def loosest(settings: list[float], value_of: Callable[[float], float]) -> float:
 
 
 def pot_sinkhorn(clock: Clock) -> None:
-    """The solver in logarithms: the plain one divides by zero at this epsilon."""
+    """With NumPy in float64, where its plain solver works: in logarithms it is far slower."""
     import ot
-    import torch
 
-    torch.set_num_threads(threads())
-    x, y = map(torch.from_numpy, point_sets())
-    weights = torch.full((len(x),), 1 / len(x))
+    x, y = (points.astype(np.float64) for points in point_sets())
+    weights = np.full(len(x), 1 / len(x))
 
     def value_of(threshold: float) -> float:
         cost = ot.dist(x, y, metric="euclidean")
-        settings = {"method": "sinkhorn_log", "stopThr": threshold, "numItermax": 2000}
-        return float((ot.sinkhorn(weights, weights, cost, EPSILON, **settings) * cost).sum())
+        plan = ot.sinkhorn(weights, weights, cost, EPSILON, stopThr=threshold, numItermax=5000)
+        return float((plan * cost).sum())
 
-    threshold = loosest([1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 1e-5], value_of)
+    threshold = loosest([5e-4, 2e-4, 1e-4, 5e-5, 1e-5], value_of)
 
     def turn(steps: int) -> None:
         for _ in range(steps):
@@ -642,7 +640,7 @@ def geomloss_sinkhorn(clock: Clock) -> None:
         solve = geomloss.SamplesLoss("sinkhorn", backend="tensorized", **settings)
         return float(solve(x, y))
 
-    scaling = loosest([0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98], value_of)
+    scaling = loosest([0.3, 0.5, 0.7, 0.8, 0.9, 0.95], value_of)
 
     def turn(steps: int) -> None:
         for _ in range(steps):
@@ -838,7 +836,7 @@ ROWS = {
         1,
         [
             ours("bc_mdn.py", our_sinkhorn),
-            side("POT (PyTorch)", "ot", pot_sinkhorn, "bc_mdn.py", PYTORCH),
+            side("POT", "ot", pot_sinkhorn, "bc_mdn.py", PYTORCH),
             side("geomloss", "ot", geomloss_sinkhorn, "bc_mdn.py", PYTORCH),
         ],
     ),
