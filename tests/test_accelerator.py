@@ -49,11 +49,15 @@ def train_dqn(**changes: Any) -> Callable[[], Any]:
 
 
 def train_on_play() -> None:
-    play = record.PlayArgs(dataset_id="tiny/play-v0", num_episodes=1, episode_steps=600, quiet=True)
+    play = record.PlayArgs(
+        dataset_id="tiny/lowered-play-v0", num_episodes=1, episode_steps=600, quiet=True
+    )
     record.record_play(play)
     settings = {k: v for k, v in TINY.items() if k not in ("env_id", "dataset_id")}
     everything = settings | STEPS | CANDIDATES
-    aquaplay.train(aquaplay.Args(task="push_green", dataset_id="tiny/play-v0", **everything))
+    aquaplay.train(
+        aquaplay.Args(task="push_green", dataset_id="tiny/lowered-play-v0", **everything)
+    )
 
 
 def train_on_grid() -> None:
