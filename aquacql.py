@@ -10,7 +10,7 @@
 
 Learn K candidate actions per state from a fixed dataset (equation 1), which turns the continuous
 problem into a discrete one, then learn the Q-values of the candidates from the same dataset, with
-conservative Q-learning (equation 2) on Munchausen DQN's target. The environment only evaluates.
+conservative Q-learning on Munchausen DQN's target. The environment only evaluates.
 
     python aquacql.py --dataset-id mujoco/hopper/medium-v0 --num-seeds 3
     python aquacql.py --dataset-path hopper_medium-v2.hdf5
@@ -29,6 +29,7 @@ import io
 import json
 import math
 import os
+import platform
 import re
 import signal
 import sys
@@ -50,7 +51,6 @@ from tqdm import tqdm
 
 STEPS_PER_CALL = 500  # gradient steps, at most
 CANDIDATE_STEPS_PER_CALL = 500
-START_TEMPERATURE = 0.25  # default of --temperature-start, in variances of the demonstrated actions
 EVALUATION_SEED = 2**31  # evaluation episode i starts from this + i; --seed stays below it
 Optimizer = optax.GradientTransformation
 
@@ -79,7 +79,7 @@ class Args:
     candidate_learning_rate: float = 3e-4  # Adam's, for the candidate network
     candidates_from: str | None = None  # run folder whose candidates are used instead of training
 
-    cql_alpha: float = 5.0  # alpha of equation 2; 0: plain Munchausen DQN
+    cql_alpha: float = 5.0  # weight of the conservative term; 0: plain Munchausen DQN
     batch_size: int = 256  # of both networks
     learning_rate: float = 1e-4  # Adam's, for the Q-network
     gamma: float = 0.995  # discount
@@ -102,7 +102,10 @@ class Args:
 
 
 class CandidateNetwork(nn.Module):
-    """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate."""
+    """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate.
+
+    `dense` is nn.Dense, `dense_per_head` K of them side by side, only faster on a CPU.
+    """
 
     num_actions: int
     action_dim: int
@@ -217,19 +220,19 @@ def n_step_returns(
 
 
 class Transitions(NamedTuple):
-    """The dataset on the device, with every state in it once; a row is the index of a state."""
+    """The dataset on the device. Every state is there once: an episode has one more than steps."""
 
     states: jax.Array  # (N + episodes, obs)
-    rows: jax.Array  # (N,) where the state of step i is
-    next_rows: jax.Array  # (N,) where its bootstrap state is
-    actions: jax.Array  # (N,) candidate indices, (seeds, N) for all seeds
+    state_index: jax.Array  # (N,) where the state of step i is
+    bootstrap_index: jax.Array  # (N,) where its bootstrap state is
+    indices: jax.Array  # (N,) of the candidates, (seeds, N) for all seeds
     returns: jax.Array  # (N,) n-step
     discounts: jax.Array  # (N,) gamma^n, 0 after a termination
 
 
 class Batch(NamedTuple):
     observations: jax.Array  # (B, obs)
-    actions: jax.Array  # (B,) candidate indices
+    indices: jax.Array  # (B,) of the candidates
     returns: jax.Array  # (B,) n-step
     next_observations: jax.Array  # (B, obs) the bootstrap state
     discounts: jax.Array  # (B,)
@@ -241,26 +244,33 @@ def make_transitions(
     """The data does not grow, so the n-step returns are computed once and for all."""
     steps = np.arange(len(demos.ends))
     episodes_before = np.cumsum(demos.ends) - demos.ends
-    rows = (steps + episodes_before).astype(np.int32)
+    state_index = (steps + episodes_before).astype(np.int32)
     states = np.empty((len(steps) + demos.ends.sum(), demos.observations.shape[1]), np.float32)
-    states[rows] = demos.observations
-    states[rows[demos.ends] + 1] = demos.next_observations[demos.ends]
+    states[state_index] = demos.observations
+    states[state_index[demos.ends] + 1] = demos.next_observations[demos.ends]
     # The last step always is an end, so a window that is cut there stops there.
     windows = np.minimum(steps[:, None] + np.arange(n_step), steps[-1])  # (N, n)
     terminations = demos.terminations[windows].astype(np.float32)
     ends = demos.ends[windows].astype(np.float32)
     returns, last, discounts = n_step_returns(demos.rewards[windows], terminations, ends, gamma)
-    arrays = (states, rows, rows + last + 1, indices, returns, discounts)
-    return Transitions(*map(jnp.asarray, arrays))
+    data = Transitions(
+        states=states,
+        state_index=state_index,
+        bootstrap_index=state_index + last + 1,
+        indices=indices,
+        returns=returns,
+        discounts=discounts,
+    )
+    return jax.tree.map(jnp.asarray, data)
 
 
 def sample(data: Transitions, key: jax.Array, batch_size: int) -> Batch:
     """Uniform over the dataset."""
-    i = jax.random.randint(key, (batch_size,), 0, len(data.rows))
-    observations = data.states[data.rows[i]]
-    next_observations = data.states[data.next_rows[i]]
+    i = jax.random.randint(key, (batch_size,), 0, len(data.state_index))
+    observations = data.states[data.state_index[i]]
+    next_observations = data.states[data.bootstrap_index[i]]
     return Batch(
-        observations, data.actions[i], data.returns[i], next_observations, data.discounts[i]
+        observations, data.indices[i], data.returns[i], next_observations, data.discounts[i]
     )
 
 
@@ -272,13 +282,6 @@ class CandidateState(NamedTuple):
     opt_state: Any
     step: jax.Array
     key: jax.Array
-
-
-def start_temperature(args: Args, actions: np.ndarray) -> float:
-    """T is compared with squared action distances, so it starts at a fraction of their variance."""
-    if args.temperature_start is not None:
-        return args.temperature_start
-    return max(args.temperature, START_TEMPERATURE * float(np.sum(np.var(actions, axis=0))))
 
 
 def annealed_temperature(args: Args, step: jax.Array) -> jax.Array | float:
@@ -295,18 +298,18 @@ def annealed_temperature(args: Args, step: jax.Array) -> jax.Array | float:
 def make_candidate_update(network: nn.Module, optimizer: Optimizer, args: Args) -> Callable:
     """`steps` gradient steps on equation 1 in one call; returns the mean loss."""
 
-    def loss_fn(params: Any, pairs: tuple, temperature: jax.Array, key: jax.Array) -> jax.Array:
-        observations, actions = pairs
+    def loss_fn(params: Any, batch: tuple, temperature: jax.Array, key: jax.Array) -> jax.Array:
+        observations, actions = batch
         candidates = network.apply(params, observations, train=True, rngs={"dropout": key})
         return soft_min_loss(candidates, actions, temperature)
 
     def update(state: CandidateState, observations: jax.Array, actions: jax.Array, steps: int):
         def step(state: CandidateState, _: None) -> tuple[CandidateState, jax.Array]:
             key, batch_key, dropout_key = jax.random.split(state.key, 3)
-            batch = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
-            pairs = (observations[batch], actions[batch])
+            chosen = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
+            batch = (observations[chosen], actions[chosen])
             temperature = annealed_temperature(args, state.step)
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, pairs, temperature, dropout_key)
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, batch, temperature, dropout_key)
             changes, opt_state = optimizer.update(grads, state.opt_state)
             params = optax.apply_updates(state.params, changes)
             return CandidateState(params, opt_state, state.step + 1, key), loss
@@ -333,9 +336,10 @@ def train_candidates(
         return CandidateState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
 
     state = jax.jit(jax.vmap(init))(seed_keys(args, 0))
-    state, step = run.restore_candidates(state)
+    state, step = run.restore_candidate_checkpoint(state)
+    # over_seeds is jax.vmap over a leading axis of seeds, which all parameters have from here on.
     update = over_seeds(make_candidate_update(network, optimizer, args), 0, None, None)
-    seen = learned_from(args, demos)
+    seen = steps_to_learn_from(args, demos)
     observations = jnp.asarray(demos.observations[:seen])
     actions = jnp.asarray(demos.actions[:seen])
     run.show_progress("candidates", args.candidate_steps, step)
@@ -344,8 +348,25 @@ def train_candidates(
         state, loss = update(state, observations, actions, steps)
         step += steps
         run.log_candidates(step, loss, annealed_temperature(args, step))
-        run.save_candidates(step, state)
+        run.save_candidate_checkpoint(step, state)
     return state.params
+
+
+def discretise(
+    network: nn.Module, params: Any, demos: "Demonstrations"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Every demonstrated action as its nearest candidate's index, and how far away that is."""
+
+    @jax.jit
+    def nearest(params: Any, observations: jax.Array, actions: jax.Array) -> tuple:
+        candidates = network.apply(params, observations)  # (chunk, K, D)
+        index = nearest_candidate(candidates, actions)
+        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
+
+    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory
+    pairs = [nearest(params, demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
+    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
+    return indices, distances
 
 
 # ---------------------------------------------------------------------------------- stage 2: agent
@@ -353,7 +374,7 @@ def train_candidates(
 
 class AgentState(NamedTuple):
     params: Any
-    average_params: Any  # None without --ema-decay
+    average_params: Any  # of the latest params: what is evaluated
     target_params: Any
     opt_state: Any
     updates: jax.Array
@@ -361,12 +382,12 @@ class AgentState(NamedTuple):
 
 
 def init_agent(
-    q_network: nn.Module, optimizer: Optimizer, key: jax.Array, args: Args, obs_dim: int
+    q_network: nn.Module, optimizer: Optimizer, key: jax.Array, obs_dim: int
 ) -> AgentState:
     """Copies, because an update destroys its input's buffers."""
     key, init_key = jax.random.split(key)
     params = q_network.init(init_key, jnp.zeros(obs_dim))
-    average_params = jax.tree.map(jnp.copy, params) if args.ema_decay else None
+    average_params = jax.tree.map(jnp.copy, params)
     target_params = jax.tree.map(jnp.copy, params)
     opt_state = optimizer.init(params)
     updates = jnp.zeros((), jnp.int32)
@@ -380,7 +401,7 @@ def target_of(q_network: nn.Module, agent: AgentState, batch: Batch, args: Args)
     return munchausen_target(
         q_s,
         q_next,
-        batch.actions,
+        batch.indices,
         batch.returns,
         batch.discounts,
         tau=args.munchausen_tau,
@@ -390,11 +411,11 @@ def target_of(q_network: nn.Module, agent: AgentState, batch: Batch, args: Args)
 
 
 def make_update(q_network: nn.Module, optimizer: Optimizer, args: Args) -> Callable:
-    """`steps` gradient steps on equation 2 in one call; returns the means of the losses."""
+    """`steps` gradient steps on cql_loss in one call; returns the means of the losses."""
 
     def loss_fn(params: Any, batch: Batch, target: jax.Array) -> tuple[jax.Array, dict]:
         q = q_network.apply(params, batch.observations)
-        return cql_loss(q, batch.actions, target, args.cql_alpha)
+        return cql_loss(q, batch.indices, target, args.cql_alpha)
 
     def update(agent: AgentState, data: Transitions, steps: int) -> tuple[AgentState, dict]:
         def step(agent: AgentState, _: None) -> tuple[AgentState, dict]:
@@ -403,7 +424,16 @@ def make_update(q_network: nn.Module, optimizer: Optimizer, args: Args) -> Calla
             target = target_of(q_network, agent, batch, args)
             grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
             (loss, parts), grads = grad_fn(agent.params, batch, target)
-            agent = apply_gradients(agent, grads, optimizer, args)._replace(key=key)
+            changes, opt_state = optimizer.update(grads, agent.opt_state)
+            params = optax.apply_updates(agent.params, changes)
+            # The average's greedy policy flickers less than the network's (ours, not the paper's).
+            share = 1.0 - args.ema_decay
+            average_params = optax.incremental_update(params, agent.average_params, share)
+            updates = agent.updates + 1
+            target_params = optax.periodic_update(
+                params, agent.target_params, updates, args.target_update_period
+            )
+            agent = AgentState(params, average_params, target_params, opt_state, updates, key)
             return agent, {"q_loss": loss, **parts}
 
         agent, metrics = jax.lax.scan(step, agent, None, length=steps)
@@ -412,33 +442,14 @@ def make_update(q_network: nn.Module, optimizer: Optimizer, args: Args) -> Calla
     return jax.jit(update, static_argnums=2, donate_argnums=0)
 
 
-def apply_gradients(agent: AgentState, grads: Any, optimizer: Optimizer, args: Args) -> AgentState:
-    """A step of the Q-network, of its average, and at times of its target network."""
-    changes, opt_state = optimizer.update(grads, agent.opt_state)
-    params = optax.apply_updates(agent.params, changes)
-    average_params = averaged(agent.average_params, params, args.ema_decay)
-    updates = agent.updates + 1
-    target_params = optax.periodic_update(
-        params, agent.target_params, updates, args.target_update_period
-    )
-    return AgentState(params, average_params, target_params, opt_state, updates, agent.key)
-
-
-def averaged(average: Any, params: Any, decay: float) -> Any:
-    """An exponential moving average of the Q-network: its greedy policy flickers less (ours)."""
-    return optax.incremental_update(params, average, 1.0 - decay) if decay else None
-
-
-def evaluated_params(agent: AgentState) -> Any:
-    return agent.params if agent.average_params is None else agent.average_params
-
-
-def make_policy(q_network: nn.Module, network: nn.Module, box: gym.spaces.Box) -> Callable:
+def make_policy(
+    q_network: nn.Module, candidate_network: nn.Module, box: gym.spaces.Box
+) -> Callable:
     """Greedy, for one observation or a batch: the data is fixed, so nothing explores."""
 
     def policy(q_params: Any, candidate_params: Any, observations: jax.Array) -> jax.Array:
         index = jnp.argmax(q_network.apply(q_params, observations), axis=-1)
-        candidates = network.apply(candidate_params, observations)  # (..., K, D)
+        candidates = candidate_network.apply(candidate_params, observations)  # (..., K, D)
         actions = jnp.take_along_axis(candidates, index[..., None, None], axis=-2)[..., 0, :]
         return jnp.clip(actions, box.low, box.high)
 
@@ -466,7 +477,7 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
             returns[i] += reward
             lengths[i] += 1
             if "success" in info:
-                successes[i] = np.fmax(successes[i], bool(info["success"]))
+                successes[i] = np.fmax(successes[i], bool(info["success"]))  # of NaN: the other
             running[i] = not (terminated or truncated)
     return Evaluation(returns, lengths, successes)
 
@@ -490,7 +501,7 @@ def train_agent(
     eval_envs = make_offline_envs(args, args.eval_episodes, videos=1)
 
     def evaluate_agent() -> None:
-        params = evaluated_params(agent)
+        params = agent.average_params
         with run.clock_stopped():
             results, frames = evaluate_seeds(args, policy, params, candidate_params, eval_envs)
             run.report(step, results, params, frames)
@@ -499,7 +510,7 @@ def train_agent(
     while step < args.gradient_steps:
         if step % args.eval_every == 0:
             evaluate_agent()
-        steps = steps_to_do(args, step)
+        steps = steps_to_do(args, step)  # until the next evaluation or checkpoint
         agent, metrics = update(agent, data, steps)
         step += steps
         run.log_update(step, metrics)
@@ -508,25 +519,14 @@ def train_agent(
 
 
 def train(args: Args) -> Path:
-    """Whatever can be wrong with the input is found before the run folder is made."""
-    check_args(args)
-    check_seeds_and_scores(args)
-    demos, env, warning = load_dataset(args)
-    check_data(args, demos)
-    args.temperature_start = start_temperature(args, demos.actions)
-    network = make_candidate_network(args, env.action_space.shape[0])
-    networks = AllSeeds(network, args.num_seeds)
-    borrowed = borrowed_candidates(args, networks, demos)
-    run = OfflineRun(args, warning)
-    describe_data(args, demos, run.log)
-    candidate_params = run.load_candidates(networks, demos)
+    """Candidates from the dataset, then an agent that chooses among them, for every seed."""
+    env, demos, network, run = prepare(args)
+    candidate_params = run.load_candidates(AllSeeds(network, args.num_seeds), demos)
     if candidate_params is None:
-        candidate_params = borrowed
-        if borrowed is None:
-            candidate_params = train_candidates(args, run, network, demos)
-        run.keep_candidates(candidate_params)
+        candidate_params = train_candidates(args, run, network, demos)
+    run.write_candidates(candidate_params)
     indices = discretise_for_seeds(args, network, candidate_params, demos, run.log)
-    run.save_candidates_along(network, of_seed(candidate_params, 0), demos)
+    run.write_candidates_along(network, of_seed(candidate_params, 0), demos)
     data = make_transitions(demos, indices, args.n_step, args.gamma)
     del demos  # from here on every state is in memory once
     train_agent(args, run, env, network, candidate_params, data)
@@ -543,6 +543,7 @@ BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
 PROBED_STEPS = 1_000  # of one episode, played before a run to see what the environment reports
 LARGEST = 2**31 - 1  # steps are counted in 32 bits
 LARGEST_FLOAT = float(np.finfo(np.float32).max)  # what is larger would be infinite in the replay
+START_TEMPERATURE = 0.25  # --temperature-start, in variances of the demonstrated actions
 
 BOUNDS = {  # of every number that has any
     "max_episode_steps": (1, LARGEST),
@@ -587,6 +588,12 @@ class Unavailable(UserError):
     """Data that is neither here nor within reach."""
 
 
+def disk_is_full(error: Exception) -> bool:
+    """Or a quota, or the largest size of a file, has been reached."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, OSError) and error.errno in full
+
+
 @contextlib.contextmanager
 def as_user_error(what: str) -> Iterator[None]:
     """Turns whatever a library raises into one line."""
@@ -595,6 +602,8 @@ def as_user_error(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        if disk_is_full(error):
+            raise
         raise UserError(
             f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}"
         ) from None
@@ -623,20 +632,23 @@ def environment_arguments(args: Args) -> dict[str, Any]:
     return arguments
 
 
+def check_fits(numbers: float, advice: str) -> None:
+    """So many float32 numbers have to be held at once: else a run would end in the middle."""
+    needed = np.dtype(np.float32).itemsize * numbers
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > here:
+        sizes = f"about {needed / 1e9:.0f} GB, and this machine has {here / 1e9:.0f}"
+        raise UserError(f"this run needs {sizes}: lower {advice}")
+
+
 def check_memory(args: Args, demos: "Demonstrations", kept_steps: int, networks: int = 1) -> None:
-    """What surely has to be held at once: else a run would end in the middle."""
+    """What surely has to be held at once."""
     width = 256
     per_candidate = width * width + width * demos.actions.shape[1]
     kernels = 4 * args.num_actions * per_candidate  # parameters, gradient and Adam's two moments
     activations = 4 * args.num_actions * args.batch_size * width
     replay = kept_steps * (2 * demos.observations.shape[1] + 4)
-    needed = np.dtype(np.float32).itemsize * (networks * (kernels + activations) + replay)
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > here:
-        sizes = f"about {needed / 1e9:.0f} GB, and this machine has {here / 1e9:.0f}"
-        raise UserError(
-            f"this run needs {sizes}: lower --num-actions, --batch-size or what it keeps of experience"
-        )
+    check_fits(networks * (kernels + activations) + replay, "--num-actions or another size")
 
 
 def check_seeds_and_scores(args: Args) -> None:
@@ -686,7 +698,7 @@ class AllSeeds(NamedTuple):
 
 def init_agents(network: nn.Module, optimizer: Optimizer, args: Args, obs_dim: int) -> AgentState:
     def init(key: jax.Array) -> AgentState:
-        return init_agent(network, optimizer, key, args, obs_dim)
+        return init_agent(network, optimizer, key, obs_dim)
 
     return jax.jit(jax.vmap(init, out_axes=AGENT_AXES))(seed_keys(args, 1))
 
@@ -1151,7 +1163,7 @@ def load_dataset(args: Args) -> tuple[Demonstrations, gym.Env, str | None]:
     return load_demonstrations(args.dataset_id, env, sparse=False), env, warning
 
 
-def learned_from(args: Args, demos: Demonstrations) -> int:
+def steps_to_learn_from(args: Args, demos: Demonstrations) -> int:
     """How many of the demonstrated steps the candidates learn from: all but the held-out ones."""
     starts = np.concatenate(
         [[0], np.flatnonzero(demos.ends) + 1]
@@ -1162,7 +1174,7 @@ def learned_from(args: Args, demos: Demonstrations) -> int:
 
 
 def check_data(args: Args, demos: Demonstrations) -> None:
-    learned_from(args, demos)
+    steps_to_learn_from(args, demos)
     check_memory(args, demos, kept_steps=0, networks=args.num_seeds)
 
 
@@ -1187,40 +1199,33 @@ def describe_data(args: Args, demos: Demonstrations, log: Any) -> None:
         )
 
 
-def borrowed_candidates(args: Args, network: nn.Module, demos: Demonstrations) -> Any:
-    """Those of another run, unless this one has a copy of its own."""
+def start_temperature(args: Args, actions: np.ndarray) -> float:
+    """T is compared with squared action distances, so it starts at a fraction of their variance."""
+    if args.temperature_start is not None:
+        return args.temperature_start
+    return max(args.temperature, START_TEMPERATURE * float(np.sum(np.var(actions, axis=0))))
+
+
+def check_borrowed_candidates(args: Args, network: nn.Module, demos: Demonstrations) -> None:
+    """Those of --candidates-from have to fit, unless this run has a copy of its own."""
     has_a_copy = args.resume and (Path(args.resume) / "candidates.npz").exists()
-    if args.candidates_from is None or has_a_copy:
-        return None
-    return load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
+    if args.candidates_from and not has_a_copy:
+        load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
 
 
-def discretise(
-    args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any
-) -> np.ndarray:
-    """Every demonstrated action as the index of its nearest candidate; and a report on how near."""
-
-    @jax.jit
-    def nearest(observations: jax.Array, actions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        candidates = network.apply(params, observations)
-        index = nearest_candidate(candidates, actions)
-        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
-
-    chunks = [
-        slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)
-    ]  # bounds the memory of (chunk, K, D)
-    pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
-    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
+def report_candidates(
+    args: Args, indices: np.ndarray, distances: np.ndarray, demos: Demonstrations, log: Any
+) -> None:
+    """Which candidates are in use, and how near they come to what was demonstrated."""
     shares = np.bincount(indices, minlength=args.num_actions) / len(indices)
     used = shares[shares > 0]
     log.add_scalar("candidates/in_use", len(used), 0)
     log.add_scalar("candidates/perplexity", float(np.exp(-np.sum(used * np.log(used)))), 0)
     log.add_scalar("candidates/nearest_distance", float(distances.mean()), 0)
     if args.held_out_episodes:
-        unseen = learned_from(args, demos)
+        unseen = steps_to_learn_from(args, demos)
         log.add_scalar("candidates/held_out_distance", float(distances[unseen:].mean()), 0)
     log.add_histogram("candidates/usage", indices, 0, bins=np.arange(args.num_actions + 1) - 0.5)
-    return indices
 
 
 class SeedLog:
@@ -1244,7 +1249,9 @@ def discretise_for_seeds(
     indices = []
     for i in range(args.num_seeds):
         seed_log = SeedLog(log, args.seed + i) if args.num_seeds > 1 else log
-        indices.append(discretise(args, network, of_seed(params, i), demos, seed_log))
+        nearest, distances = discretise(network, of_seed(params, i), demos)
+        report_candidates(args, nearest, distances, demos, seed_log)
+        indices.append(nearest)
     return np.stack(indices)
 
 
@@ -1281,11 +1288,16 @@ def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
 
     path.parent.mkdir(exist_ok=True)
     os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # that takes a fork, which may hang in JAX
+    options = {"macro_block_size": 8, "quality": 7, "ffmpeg_log_level": "quiet"}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for ffmpeg, too
     try:
-        imageio.mimwrite(path, frames, fps=fps, macro_block_size=8, quality=7)
+        with as_user_error("cannot make a video"):
+            # ffmpeg itself would leave half a file on a full disk, and say nothing.
+            video = imageio.mimwrite(imageio.RETURN_BYTES, frames, format="mp4", fps=fps, **options)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with replacing(path) as file:
+        file.write(video)
 
 
 # -------------------------------------------------------------------------------------- run folder
@@ -1412,9 +1424,12 @@ class Run:
             file = (self.folder / "lock").open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             advice = "wait for it or stop it"
             raise UserError(f"{self.folder} is in use by another process: {advice}") from None
+        except OSError as error:  # some network file systems have no locks
+            advice = "see to it that no other process resumes this run"
+            print(f"cannot lock {self.folder} ({error}): {advice}", file=sys.stderr)
         return file
 
     def write_args(self, warning: str | None) -> None:
@@ -1536,23 +1551,28 @@ class CandidateRun(Run):
     """A run whose first stage learns candidates."""
 
     def load_candidates(self, network: nn.Module, demos: Demonstrations) -> Any:
-        """Those that this run has trained already, or None."""
-        if not (self.folder / "candidates.npz").exists():
+        """This run's own, else those of --candidates-from; None if they are yet to be trained."""
+        has_a_copy = (self.folder / "candidates.npz").exists()
+        if not has_a_copy and self.args.candidates_from is None:
             return None
-        return load_candidates(self.folder, network, demos.observations.shape[1])
+        source = self.folder if has_a_copy else Path(self.args.candidates_from)
+        return load_candidates(source, network, demos.observations.shape[1])
 
-    def keep_candidates(self, params: Any) -> None:
-        save_arrays(self.folder / "candidates.npz", params)
+    def write_candidates(self, params: Any) -> None:
+        if not (self.folder / "candidates.npz").exists():
+            save_arrays(self.folder / "candidates.npz", params)
         (self.folder / "candidates_training.npz").unlink(missing_ok=True)
 
-    def save_candidates_along(self, network: nn.Module, params: Any, demos: Demonstrations) -> None:
+    def write_candidates_along(
+        self, network: nn.Module, params: Any, demos: Demonstrations
+    ) -> None:
         """What `python plot.py candidates RUN` draws: the first demonstration, its candidates."""
         length = int(np.argmax(demos.ends)) + 1
         candidates = np.asarray(network.apply(params, demos.observations[:length]))
         with replacing(self.folder / "candidates_along.npz") as file:
             np.savez(file, candidates=candidates, actions=demos.actions[:length])
 
-    def restore_candidates(self, state: CandidateState) -> tuple[CandidateState, int]:
+    def restore_candidate_checkpoint(self, state: CandidateState) -> tuple[CandidateState, int]:
         path = self.folder / "candidates_training.npz"
         if not path.exists():
             return state, 0
@@ -1569,7 +1589,7 @@ class CandidateRun(Run):
         self.bar.set_postfix(loss=f"{loss:.5f}", refresh=False)
         self.bar.update(step - self.bar.n)
 
-    def save_candidates(self, step: int, state: CandidateState) -> None:
+    def save_candidate_checkpoint(self, step: int, state: CandidateState) -> None:
         if step % (20 * CANDIDATE_STEPS_PER_CALL) == 0 or self.signals:
             self.log.flush()  # what a kill loses, a resumed run does not log again
             save_arrays(self.folder / "candidates_training.npz", state, step=step)
@@ -1714,6 +1734,20 @@ def args_to_resume(args: Args) -> Args:
     return changed
 
 
+def prepare(args: Args) -> tuple[gym.Env, Demonstrations, nn.Module, OfflineRun]:
+    """Whatever can be wrong with the input is found before the run folder is made."""
+    check_args(args)
+    check_seeds_and_scores(args)
+    demos, env, warning = load_dataset(args)
+    check_data(args, demos)
+    args.temperature_start = start_temperature(args, demos.actions)
+    network = make_candidate_network(args, env.action_space.shape[0])
+    check_borrowed_candidates(args, AllSeeds(network, args.num_seeds), demos)
+    run = OfflineRun(args, warning)
+    describe_data(args, demos, run.log)
+    return env, demos, network, run
+
+
 @contextlib.contextmanager
 def errors_on_one_line() -> Iterator[None]:
     """Bad input ends with exit code 2, a full disk with 1, and neither with a traceback."""
@@ -1723,15 +1757,30 @@ def errors_on_one_line() -> Iterator[None]:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        advice = "; free some space, then --resume the run" if full else ""
-        print(f"error: {error}{advice}", file=sys.stderr)
+        full = disk_is_full(error)
+        advice = "; free some space, then go on (a run with --resume)" if full else ""
+        print("error:", " ".join(f"{error}{advice}".split()), file=sys.stderr)
         sys.exit(1 if full else 2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
+def keep_what_is_compiled() -> None:
+    """What XLA compiles is kept for later runs: they start in a third of the time.
+
+    In ~/.cache/aquadem, or where JAX_COMPILATION_CACHE_DIR says.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        machine = platform.node()  # a home may be shared, processors differ
+        folder = Path.home() / ".cache" / "aquadem" / machine
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # An entry that a kill cut off is compiled again, without a word.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
+
+
 def main() -> None:
+    keep_what_is_compiled()
     args = tyro.cli(Args, description=__doc__)
     with errors_on_one_line():
         if args.evaluate:

@@ -30,10 +30,12 @@ import io
 import json
 import math
 import os
+import platform
 import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -47,9 +49,8 @@ import optax
 import tyro
 from tqdm import tqdm
 
-STEPS_PER_CALL = 8  # environment steps, and then as many updates in one call: one update per step
+STEPS_PER_CALL = 8  # environment steps, then as many updates in one call (authors' code)
 CANDIDATE_STEPS_PER_CALL = 500
-START_TEMPERATURE = 0.25  # default of --temperature-start, in variances of the demonstrated actions
 EVALUATION_SEED = 2**31  # evaluation episode i starts from this + i; --seed stays below it
 Optimizer = optax.GradientTransformation
 
@@ -79,7 +80,7 @@ class Args:
     hidden_dropout: float = 0.1  # after every hidden layer while training the candidates
     candidates_from: str | None = None  # run folder whose candidates are used instead of training
 
-    q_loss: Literal["munchausen", "dqn", "double"] = "munchausen"  # target of the Q-network
+    q_loss: Literal["munchausen", "dqn", "double"] = "munchausen"  # double: uniform replay
     batch_size: int = 256  # of both networks
     learning_rate: float = 1e-4  # Adam's, for the Q-network
     gamma: float = 0.99  # discount, as in the authors' code
@@ -107,7 +108,10 @@ class Args:
 
 
 class CandidateNetwork(nn.Module):
-    """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate."""
+    """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate.
+
+    `dense` is nn.Dense, `dense_per_head` K of them side by side, only faster on a CPU.
+    """
 
     num_actions: int
     action_dim: int
@@ -219,10 +223,10 @@ class Transition(NamedTuple):
 
     observation: Any  # (obs,)
     next_observation: Any  # (obs,)
-    action: Any  # index of the candidate
+    index: Any  # of the candidate
     reward: Any
-    terminated: Any  # the task itself ended
-    ended: Any  # the episode ended, however
+    terminated: Any  # 1 if the task itself ended, else 0
+    ended: Any  # 1 if the episode ended, however
 
 
 class Replay(NamedTuple):
@@ -234,7 +238,7 @@ class Replay(NamedTuple):
 
 class Batch(NamedTuple):
     observations: jax.Array  # (B, obs)
-    actions: jax.Array  # (B,) candidate indices
+    indices: jax.Array  # (B,) of the candidates
     returns: jax.Array  # (B,) n-step
     next_observations: jax.Array  # (B, obs) the bootstrap state
     discounts: jax.Array  # (B,)
@@ -244,7 +248,7 @@ def make_replay(capacity: int, obs_dim: int) -> Replay:
     transitions = Transition(
         observation=jnp.zeros((capacity, obs_dim)),
         next_observation=jnp.zeros((capacity, obs_dim)),
-        action=jnp.zeros(capacity, jnp.int32),
+        index=jnp.zeros(capacity, jnp.int32),
         reward=jnp.zeros(capacity),
         terminated=jnp.zeros(capacity),
         ended=jnp.zeros(capacity),
@@ -275,7 +279,7 @@ def sample(replay: Replay, key: jax.Array, batch_size: int, n_step: int, gamma: 
     returns, last, discounts = n_step_returns(rewards, terminated, ended, gamma)
     next_observations = stored.next_observation[(first + last) % capacity]
     observations = stored.observation[first]
-    return Batch(observations, stored.action[first], returns, next_observations, discounts)
+    return Batch(observations, stored.index[first], returns, next_observations, discounts)
 
 
 # ----------------------------------------------------------------------------- stage 1: candidates
@@ -286,13 +290,6 @@ class CandidateState(NamedTuple):
     opt_state: Any
     step: jax.Array
     key: jax.Array
-
-
-def start_temperature(args: Args, actions: np.ndarray) -> float:
-    """T is compared with squared action distances, so it starts at a fraction of their variance."""
-    if args.temperature_start is not None:
-        return args.temperature_start
-    return max(args.temperature, START_TEMPERATURE * float(np.sum(np.var(actions, axis=0))))
 
 
 def annealed_temperature(args: Args, step: jax.Array) -> jax.Array | float:
@@ -309,18 +306,18 @@ def annealed_temperature(args: Args, step: jax.Array) -> jax.Array | float:
 def make_candidate_update(network: nn.Module, optimizer: Optimizer, args: Args) -> Callable:
     """`steps` gradient steps on equation 1 in one call; returns the mean loss."""
 
-    def loss_fn(params: Any, pairs: tuple, temperature: jax.Array, key: jax.Array) -> jax.Array:
-        observations, actions = pairs
+    def loss_fn(params: Any, batch: tuple, temperature: jax.Array, key: jax.Array) -> jax.Array:
+        observations, actions = batch
         candidates = network.apply(params, observations, train=True, rngs={"dropout": key})
         return soft_min_loss(candidates, actions, temperature)
 
     def update(state: CandidateState, observations: jax.Array, actions: jax.Array, steps: int):
         def step(state: CandidateState, _: None) -> tuple[CandidateState, jax.Array]:
             key, batch_key, dropout_key = jax.random.split(state.key, 3)
-            batch = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
-            pairs = (observations[batch], actions[batch])
+            chosen = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
+            batch = (observations[chosen], actions[chosen])
             temperature = annealed_temperature(args, state.step)
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, pairs, temperature, dropout_key)
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, batch, temperature, dropout_key)
             changes, opt_state = optimizer.update(grads, state.opt_state)
             params = optax.apply_updates(state.params, changes)
             return CandidateState(params, opt_state, state.step + 1, key), loss
@@ -342,7 +339,8 @@ def train_candidates(
     args: Args, run: "CandidateRun", network: nn.Module, demos: "Demonstrations"
 ) -> Any:
     """K candidates per state by equation 1, or those of an ablation."""
-    key, init_key = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(args.seed), 0))
+    key = jax.random.fold_in(jax.random.PRNGKey(args.seed), 0)  # 0: the first stage
+    key, init_key = jax.random.split(key)
     params = network.init(init_key, demos.observations[:1])
     if args.candidates == "random":
         return params
@@ -350,9 +348,9 @@ def train_candidates(
         return kmeans_candidates(demos.actions, args)
     optimizer = optax.adam(args.candidate_learning_rate)
     state = CandidateState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
-    state, step = run.restore_candidates(state)
+    state, step = run.restore_candidate_checkpoint(state)
     update = make_candidate_update(network, optimizer, args)
-    seen = learned_from(args, demos)
+    seen = steps_to_learn_from(args, demos)
     observations = jnp.asarray(demos.observations[:seen])
     actions = jnp.asarray(demos.actions[:seen])
     run.show_progress("candidates", args.candidate_steps, step)
@@ -361,8 +359,25 @@ def train_candidates(
         state, loss = update(state, observations, actions, steps)
         step += steps
         run.log_candidates(step, loss, annealed_temperature(args, step))
-        run.save_candidates(step, state)
+        run.save_candidate_checkpoint(step, state)
     return state.params
+
+
+def discretise(
+    network: nn.Module, params: Any, demos: "Demonstrations"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Every demonstrated action as its nearest candidate's index, and how far away that is."""
+
+    @jax.jit
+    def nearest(params: Any, observations: jax.Array, actions: jax.Array) -> tuple:
+        candidates = network.apply(params, observations)  # (chunk, K, D)
+        index = nearest_candidate(candidates, actions)
+        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
+
+    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory
+    pairs = [nearest(params, demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
+    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
+    return indices, distances
 
 
 # ---------------------------------------------------------------------------------- stage 2: agent
@@ -370,7 +385,7 @@ def train_candidates(
 
 class AgentState(NamedTuple):
     params: Any
-    average_params: Any  # None without --ema-decay
+    average_params: Any  # of the latest params: what is evaluated
     target_params: Any
     opt_state: Any
     updates: jax.Array
@@ -378,12 +393,12 @@ class AgentState(NamedTuple):
 
 
 def init_agent(
-    q_network: nn.Module, optimizer: Optimizer, key: jax.Array, args: Args, obs_dim: int
+    q_network: nn.Module, optimizer: Optimizer, key: jax.Array, obs_dim: int
 ) -> tuple[AgentState, jax.Array]:
     """The agent and its policy's key. Copies, because an update destroys its input's buffers."""
     key, act_key, init_key = jax.random.split(key, 3)
     params = q_network.init(init_key, jnp.zeros(obs_dim))
-    average_params = jax.tree.map(jnp.copy, params) if args.ema_decay else None
+    average_params = jax.tree.map(jnp.copy, params)
     target_params = jax.tree.map(jnp.copy, params)
     opt_state = optimizer.init(params)
     updates = jnp.zeros((), jnp.int32)
@@ -403,7 +418,7 @@ def target_of(q_network: nn.Module, agent: AgentState, batch: Batch, args: Args)
     return munchausen_target(
         q_s,
         q_next,
-        batch.actions,
+        batch.indices,
         batch.returns,
         batch.discounts,
         tau=args.munchausen_tau,
@@ -416,7 +431,7 @@ def make_update(q_network: nn.Module, optimizer: Optimizer, args: Args) -> Calla
     """STEPS_PER_CALL updates of the Q-network in one call; returns means of loss and Q-value."""
 
     def loss_fn(params: Any, batch: Batch, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q_taken = q_of(q_network.apply(params, batch.observations), batch.actions)
+        q_taken = q_of(q_network.apply(params, batch.observations), batch.indices)
         return jnp.mean(optax.huber_loss(q_taken, target)), jnp.mean(q_taken)
 
     def update(agent: AgentState, replay: Replay, demo_replay: Replay) -> tuple:
@@ -430,34 +445,22 @@ def make_update(q_network: nn.Module, optimizer: Optimizer, args: Args) -> Calla
             target = target_of(q_network, agent, batch, args)
             grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
             (loss, q_value), grads = grad_fn(agent.params, batch, target)
-            agent = apply_gradients(agent, grads, optimizer, args)._replace(key=key)
+            changes, opt_state = optimizer.update(grads, agent.opt_state)
+            params = optax.apply_updates(agent.params, changes)
+            # The average's greedy policy flickers less than the network's (ours, not the paper's).
+            share = 1.0 - args.ema_decay
+            average_params = optax.incremental_update(params, agent.average_params, share)
+            updates = agent.updates + 1
+            target_params = optax.periodic_update(
+                params, agent.target_params, updates, args.target_update_period
+            )
+            agent = AgentState(params, average_params, target_params, opt_state, updates, key)
             return agent, {"losses/q_loss": loss, "losses/q_value": q_value}
 
         agent, metrics = jax.lax.scan(step, agent, None, length=STEPS_PER_CALL)
         return agent, jax.tree.map(jnp.mean, metrics)
 
     return jax.jit(update, donate_argnums=0)
-
-
-def apply_gradients(agent: AgentState, grads: Any, optimizer: Optimizer, args: Args) -> AgentState:
-    """A step of the Q-network, of its average, and at times of its target network."""
-    changes, opt_state = optimizer.update(grads, agent.opt_state)
-    params = optax.apply_updates(agent.params, changes)
-    average_params = averaged(agent.average_params, params, args.ema_decay)
-    updates = agent.updates + 1
-    target_params = optax.periodic_update(
-        params, agent.target_params, updates, args.target_update_period
-    )
-    return AgentState(params, average_params, target_params, opt_state, updates, agent.key)
-
-
-def averaged(average: Any, params: Any, decay: float) -> Any:
-    """An exponential moving average of the Q-network: its greedy policy flickers less (ours)."""
-    return optax.incremental_update(params, average, 1.0 - decay) if decay else None
-
-
-def evaluated_params(agent: AgentState) -> Any:
-    return agent.params if agent.average_params is None else agent.average_params
 
 
 def make_policy(
@@ -505,26 +508,29 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
             returns[i] += reward
             lengths[i] += 1
             if "success" in info:
-                successes[i] = np.fmax(successes[i], bool(info["success"]))
+                successes[i] = np.fmax(successes[i], bool(info["success"]))  # of NaN: the other
             running[i] = not (terminated or truncated)
     return Evaluation(returns, lengths, successes)
 
 
 def make_demo_replay(args: Args, demos: "Demonstrations", indices: np.ndarray) -> Replay:
-    """The demonstrations as steps between candidates; low rewards are raised (section 4.1)."""
+    """The demonstrations, each action as the index of a candidate (section 4.1).
+
+    --min-demo-reward is a minimum per step: it tells the agent that the human's states are good.
+    """
     rewards = demos.rewards
     if args.min_demo_reward is not None:
         warn_of_raised_rewards(args, rewards)
         rewards = np.maximum(rewards, args.min_demo_reward)
     steps = Transition(
-        demos.observations,
-        demos.next_observations,
-        indices,
-        rewards,
-        demos.terminations,
-        demos.ends,
+        observation=demos.observations,
+        next_observation=demos.next_observations,
+        index=indices,
+        reward=rewards,
+        terminated=demos.terminations,
+        ended=demos.ends,
     )
-    return Replay(jax.tree.map(jnp.asarray, typed(steps)), jnp.asarray(len(rewards)))
+    return Replay(jax.tree.map(jnp.asarray, as_stored(steps)), jnp.asarray(len(rewards)))
 
 
 def train_agent(
@@ -541,19 +547,19 @@ def train_agent(
     optimizer = optax.adam(args.learning_rate)
     policy = make_policy(q_network, candidate_network, env.action_space)
     update = make_update(q_network, optimizer, args)
-    store_block = jax.jit(store, donate_argnums=0)
-    key = jax.random.fold_in(jax.random.PRNGKey(args.seed), 1)
-    agent, key = init_agent(q_network, optimizer, key, args, obs_dim)
+    store_steps = jax.jit(store, donate_argnums=0)
+    key = jax.random.fold_in(jax.random.PRNGKey(args.seed), 1)  # 1: the second stage
+    agent, policy_key = init_agent(q_network, optimizer, key, obs_dim)
     replay = make_replay(replay_capacity(args), obs_dim)
-    env.reset(seed=args.seed)
-    (agent, key), replay, block, step = run.restore(env, (agent, key), replay)
+    env.reset(seed=args.seed)  # seeds its generator
+    (agent, policy_key), replay, unstored, step = run.restore(env, (agent, policy_key), replay)
     eval_envs = make_evaluation_envs(args, args.eval_episodes, videos=1)
 
     def evaluate_agent() -> None:
-        params = evaluated_params(agent)
+        params = agent.average_params
 
         def greedy(observations: np.ndarray) -> jax.Array:
-            return policy(params, candidate_params, observations, key, epsilon=0.0)[0]
+            return policy(params, candidate_params, observations, policy_key, epsilon=0.0)[0]
 
         with run.clock_stopped():
             run.report(step, evaluate(greedy, eval_envs), params, eval_envs)
@@ -565,51 +571,41 @@ def train_agent(
     while step < args.total_timesteps:
         if step % args.eval_every == 0:
             evaluate_agent()
-        action, index, key = policy(
-            agent.params, candidate_params, observation, key, epsilon=args.epsilon
+        action, index, policy_key = policy(
+            agent.params, candidate_params, observation, policy_key, epsilon=args.epsilon
         )
         action, index = jax.device_get((action, index))
         next_observation, reward, terminated, truncated, info = env.step(action)
         next_observation = np.asarray(next_observation, np.float32)
         ended = terminated or truncated
         transition = Transition(observation, next_observation, index, reward, terminated, ended)
-        block.append(transition)
+        unstored.append(transition)
         observation = next_observation
         step += 1
-        run.count_step(transition, reward, info)
-        if len(block) == STEPS_PER_CALL:
-            replay = store_block(replay, stack_transitions(block))
-            block = []
+        run.record_step(transition, reward, info)
+        if len(unstored) == STEPS_PER_CALL:
+            replay = store_steps(replay, stack_transitions(unstored))
+            unstored = []
             if step > args.learning_starts:
                 agent, metrics = update(agent, replay, demo_replay)
                 run.log_update(step, metrics)
         if ended:
             run.end_episode(step)
-            run.save_checkpoint_if_due(env, (agent, key), step)
+            run.save_checkpoint_if_due(env, (agent, policy_key), step)
             observation = first_observation(env)
     evaluate_agent()
 
 
 def train(args: Args) -> Path:
-    """Whatever can be wrong with the input is found before the run folder is made."""
-    check_args(args)
-    args.reward = check_env(args)
-    env = make_env(args)
-    demos, args.dataset_id, warning = find_demonstrations(args, env)
-    check_candidates(args, demos)
-    check_memory(args, demos, replay_capacity(args))
-    args.temperature_start = start_temperature(args, demos.actions)
-    network = make_candidate_network(args, env.action_space.shape[0])
-    borrowed = borrowed_candidates(args, network, demos)
-    run = AgentRun(args, warning)
+    """Candidates from the demonstrations, then an agent that chooses among them."""
+    env, demos, network, run = prepare(args)
     candidate_params = run.load_candidates(network, demos)
     if candidate_params is None:
-        candidate_params = borrowed
-        if borrowed is None:
-            candidate_params = train_candidates(args, run, network, demos)
-        run.keep_candidates(candidate_params)
-    indices = discretise(args, network, candidate_params, demos, run.log)
-    run.save_candidates_along(network, candidate_params, demos)
+        candidate_params = train_candidates(args, run, network, demos)
+    run.write_candidates(candidate_params)
+    indices, distances = discretise(network, candidate_params, demos)
+    report_candidates(args, indices, distances, demos, run.log)
+    run.write_candidates_along(network, candidate_params, demos)
     demo_replay = make_demo_replay(args, demos, indices)
     train_agent(args, run, env, network, candidate_params, demo_replay)
     run.finish()
@@ -625,6 +621,7 @@ BUNDLED_DEMONSTRATIONS = Path(__file__).resolve().parent / "demos"
 PROBED_STEPS = 1_000  # of one episode, played before a run to see what the environment reports
 LARGEST = 2**31 - 1  # steps are counted in 32 bits
 LARGEST_FLOAT = float(np.finfo(np.float32).max)  # what is larger would be infinite in the replay
+START_TEMPERATURE = 0.25  # --temperature-start, in variances of the demonstrated actions
 
 BOUNDS = {  # of every number that has any
     "max_episode_steps": (1, LARGEST),
@@ -667,6 +664,12 @@ class Unavailable(UserError):
     """Data that is neither here nor within reach."""
 
 
+def disk_is_full(error: Exception) -> bool:
+    """Or a quota, or the largest size of a file, has been reached."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, OSError) and error.errno in full
+
+
 @contextlib.contextmanager
 def as_user_error(what: str) -> Iterator[None]:
     """Turns whatever a library raises into one line."""
@@ -675,6 +678,8 @@ def as_user_error(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        if disk_is_full(error):
+            raise
         raise UserError(
             f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}"
         ) from None
@@ -703,20 +708,23 @@ def environment_arguments(args: Args) -> dict[str, Any]:
     return arguments
 
 
+def check_fits(numbers: float, advice: str) -> None:
+    """So many float32 numbers have to be held at once: else a run would end in the middle."""
+    needed = np.dtype(np.float32).itemsize * numbers
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > here:
+        sizes = f"about {needed / 1e9:.0f} GB, and this machine has {here / 1e9:.0f}"
+        raise UserError(f"this run needs {sizes}: lower {advice}")
+
+
 def check_memory(args: Args, demos: "Demonstrations", kept_steps: int, networks: int = 1) -> None:
-    """What surely has to be held at once: else a run would end in the middle."""
+    """What surely has to be held at once."""
     width = 256
     per_candidate = width * width + width * demos.actions.shape[1]
     kernels = 4 * args.num_actions * per_candidate  # parameters, gradient and Adam's two moments
     activations = 4 * args.num_actions * args.batch_size * width
     replay = kept_steps * (2 * demos.observations.shape[1] + 4)
-    needed = np.dtype(np.float32).itemsize * (networks * (kernels + activations) + replay)
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > here:
-        sizes = f"about {needed / 1e9:.0f} GB, and this machine has {here / 1e9:.0f}"
-        raise UserError(
-            f"this run needs {sizes}: lower --num-actions, --batch-size or what it keeps of experience"
-        )
+    check_fits(networks * (kernels + activations) + replay, "--num-actions or another size")
 
 
 # ------------------------------------------------------------------------------------ fast layers
@@ -1108,7 +1116,7 @@ def find_demonstrations(args: Args, env: gym.Env) -> tuple[Demonstrations, str, 
     return load_demonstrations(fallback, env, sparse, args.num_demos), fallback, warning
 
 
-def learned_from(args: Args, demos: Demonstrations) -> int:
+def steps_to_learn_from(args: Args, demos: Demonstrations) -> int:
     """How many of the demonstrated steps the candidates learn from: all but the held-out ones."""
     starts = np.concatenate(
         [[0], np.flatnonzero(demos.ends) + 1]
@@ -1119,7 +1127,7 @@ def learned_from(args: Args, demos: Demonstrations) -> int:
 
 
 def check_candidates(args: Args, demos: Demonstrations) -> None:
-    learned_from(args, demos)
+    steps_to_learn_from(args, demos)
     different = len(np.unique(demos.actions, axis=0))
     if args.candidates == "kmeans" and args.num_actions > different:
         there = f"the {different} different actions"
@@ -1154,40 +1162,33 @@ def kmeans_candidates(actions: np.ndarray, args: Args) -> Any:
     return {"params": {"actions": jnp.asarray(centres)}}
 
 
-def borrowed_candidates(args: Args, network: nn.Module, demos: Demonstrations) -> Any:
-    """Those of another run, unless this one has a copy of its own."""
+def start_temperature(args: Args, actions: np.ndarray) -> float:
+    """T is compared with squared action distances, so it starts at a fraction of their variance."""
+    if args.temperature_start is not None:
+        return args.temperature_start
+    return max(args.temperature, START_TEMPERATURE * float(np.sum(np.var(actions, axis=0))))
+
+
+def check_borrowed_candidates(args: Args, network: nn.Module, demos: Demonstrations) -> None:
+    """Those of --candidates-from have to fit, unless this run has a copy of its own."""
     has_a_copy = args.resume and (Path(args.resume) / "candidates.npz").exists()
-    if args.candidates_from is None or has_a_copy:
-        return None
-    return load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
+    if args.candidates_from and not has_a_copy:
+        load_candidates(Path(args.candidates_from), network, demos.observations.shape[1])
 
 
-def discretise(
-    args: Args, network: nn.Module, params: Any, demos: Demonstrations, log: Any
-) -> np.ndarray:
-    """Every demonstrated action as the index of its nearest candidate; and a report on how near."""
-
-    @jax.jit
-    def nearest(observations: jax.Array, actions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        candidates = network.apply(params, observations)
-        index = nearest_candidate(candidates, actions)
-        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
-
-    chunks = [
-        slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)
-    ]  # bounds the memory of (chunk, K, D)
-    pairs = [nearest(demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
-    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
+def report_candidates(
+    args: Args, indices: np.ndarray, distances: np.ndarray, demos: Demonstrations, log: Any
+) -> None:
+    """Which candidates are in use, and how near they come to what was demonstrated."""
     shares = np.bincount(indices, minlength=args.num_actions) / len(indices)
     used = shares[shares > 0]
     log.add_scalar("candidates/in_use", len(used), 0)
     log.add_scalar("candidates/perplexity", float(np.exp(-np.sum(used * np.log(used)))), 0)
     log.add_scalar("candidates/nearest_distance", float(distances.mean()), 0)
     if args.held_out_episodes:
-        unseen = learned_from(args, demos)
+        unseen = steps_to_learn_from(args, demos)
         log.add_scalar("candidates/held_out_distance", float(distances[unseen:].mean()), 0)
     log.add_histogram("candidates/usage", indices, 0, bins=np.arange(args.num_actions + 1) - 0.5)
-    return indices
 
 
 # ----------------------------------------------------------------------------- pictures and videos
@@ -1223,11 +1224,16 @@ def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
 
     path.parent.mkdir(exist_ok=True)
     os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # that takes a fork, which may hang in JAX
+    options = {"macro_block_size": 8, "quality": 7, "ffmpeg_log_level": "quiet"}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for ffmpeg, too
     try:
-        imageio.mimwrite(path, frames, fps=fps, macro_block_size=8, quality=7)
+        with as_user_error("cannot make a video"):
+            # ffmpeg itself would leave half a file on a full disk, and say nothing.
+            video = imageio.mimwrite(imageio.RETURN_BYTES, frames, format="mp4", fps=fps, **options)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with replacing(path) as file:
+        file.write(video)
 
 
 # -------------------------------------------------------------------------------------- run folder
@@ -1293,13 +1299,13 @@ def load_candidates(run: Path, network: nn.Module, obs_dim: int) -> Any:
 
 
 def stack_transitions(transitions: list[Transition]) -> Transition:
-    return typed(Transition(*map(np.stack, zip(*transitions))))
+    return as_stored(Transition(*map(np.stack, zip(*transitions))))
 
 
-def typed(transitions: Transition) -> Transition:
+def as_stored(transitions: Transition) -> Transition:
     """As the replay has them: indices as integers, everything else as float32."""
     arrays = [np.asarray(array, np.float32) for array in transitions]
-    return Transition(*arrays)._replace(action=np.asarray(transitions.action, np.int32))
+    return Transition(*arrays)._replace(index=np.asarray(transitions.index, np.int32))
 
 
 def pack(transition: Transition) -> np.ndarray:
@@ -1398,9 +1404,12 @@ class Run:
             file = (self.folder / "lock").open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             advice = "wait for it or stop it"
             raise UserError(f"{self.folder} is in use by another process: {advice}") from None
+        except OSError as error:  # some network file systems have no locks
+            advice = "see to it that no other process resumes this run"
+            print(f"cannot lock {self.folder} ({error}): {advice}", file=sys.stderr)
         return file
 
     def write_args(self, warning: str | None) -> None:
@@ -1522,23 +1531,28 @@ class CandidateRun(Run):
     """A run whose first stage learns candidates."""
 
     def load_candidates(self, network: nn.Module, demos: Demonstrations) -> Any:
-        """Those that this run has trained already, or None."""
-        if not (self.folder / "candidates.npz").exists():
+        """This run's own, else those of --candidates-from; None if they are yet to be trained."""
+        has_a_copy = (self.folder / "candidates.npz").exists()
+        if not has_a_copy and self.args.candidates_from is None:
             return None
-        return load_candidates(self.folder, network, demos.observations.shape[1])
+        source = self.folder if has_a_copy else Path(self.args.candidates_from)
+        return load_candidates(source, network, demos.observations.shape[1])
 
-    def keep_candidates(self, params: Any) -> None:
-        save_arrays(self.folder / "candidates.npz", params)
+    def write_candidates(self, params: Any) -> None:
+        if not (self.folder / "candidates.npz").exists():
+            save_arrays(self.folder / "candidates.npz", params)
         (self.folder / "candidates_training.npz").unlink(missing_ok=True)
 
-    def save_candidates_along(self, network: nn.Module, params: Any, demos: Demonstrations) -> None:
+    def write_candidates_along(
+        self, network: nn.Module, params: Any, demos: Demonstrations
+    ) -> None:
         """What `python plot.py candidates RUN` draws: the first demonstration, its candidates."""
         length = int(np.argmax(demos.ends)) + 1
         candidates = np.asarray(network.apply(params, demos.observations[:length]))
         with replacing(self.folder / "candidates_along.npz") as file:
             np.savez(file, candidates=candidates, actions=demos.actions[:length])
 
-    def restore_candidates(self, state: CandidateState) -> tuple[CandidateState, int]:
+    def restore_candidate_checkpoint(self, state: CandidateState) -> tuple[CandidateState, int]:
         path = self.folder / "candidates_training.npz"
         if not path.exists():
             return state, 0
@@ -1555,7 +1569,7 @@ class CandidateRun(Run):
         self.bar.set_postfix(loss=f"{loss:.5f}", refresh=False)
         self.bar.update(step - self.bar.n)
 
-    def save_candidates(self, step: int, state: CandidateState) -> None:
+    def save_candidate_checkpoint(self, step: int, state: CandidateState) -> None:
         if step % (20 * CANDIDATE_STEPS_PER_CALL) == 0 or self.signals:
             self.log.flush()  # what a kill loses, a resumed run does not log again
             save_arrays(self.folder / "candidates_training.npz", state, step=step)
@@ -1570,7 +1584,7 @@ class EpisodeRun(Run):
         self.episode_length = 0
         self.success: float | None = None
 
-    def count_step(self, transition: Transition, reward: float, info: dict) -> None:
+    def record_step(self, transition: Transition, reward: float, info: dict) -> None:
         self.unsaved.append(pack(transition))
         self.episode_return += float(reward)
         self.episode_length += 1
@@ -1726,6 +1740,20 @@ def resumed_args(args: Args) -> Args:
     return changed
 
 
+def prepare(args: Args) -> tuple[gym.Env, Demonstrations, nn.Module, AgentRun]:
+    """Whatever can be wrong with the input is found before the run folder is made."""
+    check_args(args)
+    args.reward = check_env(args)
+    env = make_env(args)
+    demos, args.dataset_id, warning = find_demonstrations(args, env)
+    check_candidates(args, demos)
+    check_memory(args, demos, replay_capacity(args))
+    args.temperature_start = start_temperature(args, demos.actions)
+    network = make_candidate_network(args, env.action_space.shape[0])
+    check_borrowed_candidates(args, network, demos)
+    return env, demos, network, AgentRun(args, warning)
+
+
 @contextlib.contextmanager
 def errors_on_one_line() -> Iterator[None]:
     """Bad input ends with exit code 2, a full disk with 1, and neither with a traceback."""
@@ -1735,15 +1763,30 @@ def errors_on_one_line() -> Iterator[None]:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        advice = "; free some space, then --resume the run" if full else ""
-        print(f"error: {error}{advice}", file=sys.stderr)
+        full = disk_is_full(error)
+        advice = "; free some space, then go on (a run with --resume)" if full else ""
+        print("error:", " ".join(f"{error}{advice}".split()), file=sys.stderr)
         sys.exit(1 if full else 2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
+def keep_what_is_compiled() -> None:
+    """What XLA compiles is kept for later runs: they start in a third of the time.
+
+    In ~/.cache/aquadem, or where JAX_COMPILATION_CACHE_DIR says.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        machine = platform.node()  # a home may be shared, processors differ
+        folder = Path.home() / ".cache" / "aquadem" / machine
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # An entry that a kill cut off is compiled again, without a word.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
+
+
 def main() -> None:
+    keep_what_is_compiled()
     args = tyro.cli(Args, description=__doc__)
     with errors_on_one_line():
         if args.evaluate:

@@ -17,14 +17,8 @@ Both are trained on demonstrations alone and measured twice: by success, and by 
 distance between the states of the agent and those of the demonstrator, beside the distance of
 demonstrations from one another.
 
-The second loss of the MDN, as written, trains the logits through exp(-d / T), d the squared
-distance of a candidate from the action. Measured on all 6729 steps of the human Door demonstrations
-with K = 10, T = 0.001, float32: with untrained candidates (seeds 1 to 5) the nearest is at d = 7.6
-to 8.2 (median) and the gradient of the logits is exactly 0 at every step; with those of a trained
-MDN (60k steps, seeds 1 to 3) d = 0.11 to 0.13, the gradient is exactly 0 at 94 to 98 percent of the
-steps and its mean norm below 1e-7. The negative log-likelihood of the same mixture, computed in
-logarithms, gives a mean norm of 0.95 (untrained, with equal logits) and of 0.44 to 0.53 (trained).
-So `--logits-loss nll` is the default.
+The MDN's second loss, as the paper writes it, underflows in float32 (docs/RESULTS.md has the
+measurement), so `--logits-loss nll` is the default.
 
 Dadashi, Hussenot, Vincent, Girgin, Raichuk, Geist, Pietquin:
 "Continuous Control with Action Quantization from Demonstrations", ICML 2022.
@@ -40,10 +34,12 @@ import itertools
 import json
 import math
 import os
+import platform
 import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -141,7 +137,10 @@ class CloningNetwork(nn.Module):
 
 
 class CandidateNetwork(nn.Module):
-    """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate."""
+    """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate.
+
+    `dense` is nn.Dense, `dense_per_head` K of them side by side, only faster on a CPU.
+    """
 
     num_actions: int
     action_dim: int
@@ -355,7 +354,7 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
             returns[i] += reward
             lengths[i] += 1
             if "success" in info:
-                successes[i] = np.fmax(successes[i], bool(info["success"]))
+                successes[i] = np.fmax(successes[i], bool(info["success"]))  # of NaN: the other
             running[i] = not (terminated or truncated)
     return Evaluation(returns, lengths, successes)
 
@@ -410,6 +409,7 @@ def train(args: BCArgs | MDNArgs) -> Path:
     env = make_env(args)
     demos, args.dataset_id, warning = find_demonstrations(args, env)
     demos = best_episodes(demos, args.best_fraction)
+    check_cloning_memory(args, demos)
     run = CloningRun(args, warning)
     reference = find_reference(run, demos)
     train_agent(args, run, env, demos, reference)
@@ -439,7 +439,7 @@ BOUNDS = {  # of every number that has any
     "learning_rate": (1e-9, 1e9),
     "input_dropout": (0, 0.99),
     "hidden_dropout": (0, 0.99),
-    "num_layers": (0, LARGEST),
+    "num_layers": (0, 100),
     "num_units": (1, LARGEST),
     "weight_decay": (0, LARGEST),
     "num_actions": (1, LARGEST),
@@ -456,6 +456,12 @@ class Unavailable(UserError):
     """Data that is neither here nor within reach."""
 
 
+def disk_is_full(error: Exception) -> bool:
+    """Or a quota, or the largest size of a file, has been reached."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, OSError) and error.errno in full
+
+
 @contextlib.contextmanager
 def as_user_error(what: str) -> Iterator[None]:
     """Turns whatever a library raises into one line."""
@@ -464,6 +470,8 @@ def as_user_error(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        if disk_is_full(error):
+            raise
         raise UserError(
             f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}"
         ) from None
@@ -490,6 +498,28 @@ def environment_arguments(args: Args) -> dict[str, Any]:
             f"--env-kwargs is {args.env_kwargs!r}: give a JSON object, such as '{{\"name\": 1}}'"
         )
     return arguments
+
+
+def check_fits(numbers: float, advice: str) -> None:
+    """So many float32 numbers have to be held at once: else a run would end in the middle."""
+    needed = np.dtype(np.float32).itemsize * numbers
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > here:
+        sizes = f"about {needed / 1e9:.0f} GB, and this machine has {here / 1e9:.0f}"
+        raise UserError(f"this run needs {sizes}: lower {advice}")
+
+
+def check_cloning_memory(args: BCArgs | MDNArgs, demos: "Demonstrations") -> None:
+    """What surely has to be held at once: parameters, gradient and Adam's two moments; a batch."""
+    if args.method == "mdn":
+        width = 256
+        kernels = args.num_actions * width * (width + demos.actions.shape[1])
+        activations = args.num_actions * args.batch_size * width
+    else:
+        inputs = demos.observations.shape[1] + (args.num_layers - 1) * args.num_units
+        kernels = args.num_units * inputs
+        activations = args.num_layers * args.batch_size * args.num_units
+    check_fits(4 * kernels + activations, "the network's size or --batch-size")
 
 
 # ------------------------------------------------------------------------------------ fast layers
@@ -1033,11 +1063,16 @@ def write_video(path: Path, frames: list[np.ndarray], fps: int) -> None:
 
     path.parent.mkdir(exist_ok=True)
     os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"  # that takes a fork, which may hang in JAX
+    options = {"macro_block_size": 8, "quality": 7, "ffmpeg_log_level": "quiet"}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for ffmpeg, too
     try:
-        imageio.mimwrite(path, frames, fps=fps, macro_block_size=8, quality=7)
+        with as_user_error("cannot make a video"):
+            # ffmpeg itself would leave half a file on a full disk, and say nothing.
+            video = imageio.mimwrite(imageio.RETURN_BYTES, frames, format="mp4", fps=fps, **options)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with replacing(path) as file:
+        file.write(video)
 
 
 # -------------------------------------------------------------------------------------- run folder
@@ -1157,9 +1192,12 @@ class Run:
             file = (self.folder / "lock").open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             advice = "wait for it or stop it"
             raise UserError(f"{self.folder} is in use by another process: {advice}") from None
+        except OSError as error:  # some network file systems have no locks
+            advice = "see to it that no other process resumes this run"
+            print(f"cannot lock {self.folder} ({error}): {advice}", file=sys.stderr)
         return file
 
     def write_args(self, warning: str | None) -> None:
@@ -1412,15 +1450,30 @@ def errors_on_one_line() -> Iterator[None]:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        advice = "; free some space, then --resume the run" if full else ""
-        print(f"error: {error}{advice}", file=sys.stderr)
+        full = disk_is_full(error)
+        advice = "; free some space, then go on (a run with --resume)" if full else ""
+        print("error:", " ".join(f"{error}{advice}".split()), file=sys.stderr)
         sys.exit(1 if full else 2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
+def keep_what_is_compiled() -> None:
+    """What XLA compiles is kept for later runs: they start in a third of the time.
+
+    In ~/.cache/aquadem, or where JAX_COMPILATION_CACHE_DIR says.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        machine = platform.node()  # a home may be shared, processors differ
+        folder = Path.home() / ".cache" / "aquadem" / machine
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # An entry that a kill cut off is compiled again, without a word.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
+
+
 def main() -> None:
+    keep_what_is_compiled()
     with errors_on_one_line():
         argv = with_subcommand(sys.argv[1:])
         args = tyro.cli(Command, args=argv, description=__doc__)

@@ -187,7 +187,10 @@ def state_action_pairs(episodes: list[Episode]) -> tuple[np.ndarray, np.ndarray]
 
 
 class CandidateNetwork(nn.Module):
-    """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate."""
+    """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate.
+
+    `dense` is nn.Dense, `dense_per_head` K of them side by side, only faster on a CPU.
+    """
 
     num_actions: int
     action_dim: int
@@ -253,18 +256,18 @@ def annealed_temperature(args: Args, step: jax.Array) -> jax.Array | float:
 def make_candidate_update(network: nn.Module, optimizer: Optimizer, args: Args) -> Callable:
     """`steps` gradient steps on equation 1 in one call; returns the mean loss."""
 
-    def loss_fn(params: Any, pairs: tuple, temperature: jax.Array, key: jax.Array) -> jax.Array:
-        observations, actions = pairs
+    def loss_fn(params: Any, batch: tuple, temperature: jax.Array, key: jax.Array) -> jax.Array:
+        observations, actions = batch
         candidates = network.apply(params, observations, train=True, rngs={"dropout": key})
         return soft_min_loss(candidates, actions, temperature)
 
     def update(state: CandidateState, observations: jax.Array, actions: jax.Array, steps: int):
         def step(state: CandidateState, _: None) -> tuple[CandidateState, jax.Array]:
             key, batch_key, dropout_key = jax.random.split(state.key, 3)
-            batch = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
-            pairs = (observations[batch], actions[batch])
+            chosen = jax.random.randint(batch_key, (args.batch_size,), 0, len(observations))
+            batch = (observations[chosen], actions[chosen])
             temperature = annealed_temperature(args, state.step)
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, pairs, temperature, dropout_key)
+            loss, grads = jax.value_and_grad(loss_fn)(state.params, batch, temperature, dropout_key)
             changes, opt_state = optimizer.update(grads, state.opt_state)
             params = optax.apply_updates(state.params, changes)
             return CandidateState(params, opt_state, state.step + 1, key), loss

@@ -41,7 +41,15 @@ from tqdm import tqdm
 import aquadqn
 import aquaplay
 import sac_baselines
-from aquaplay import EVALUATION_SEED, PLAY, UserError, as_user_error, render, write_video
+from aquaplay import (
+    EVALUATION_SEED,
+    PLAY,
+    UserError,
+    as_user_error,
+    errors_on_one_line,
+    render,
+    write_video,
+)
 from robodesk_env import BASE_TASKS, TASKS, Desk
 
 FIRST_SEED = 1_000_000_000  # of AQuaDQN's rollouts: neither training nor evaluation starts an episode from these
@@ -150,13 +158,24 @@ def minari_root(folder: Path | str) -> Iterator[None]:
             os.environ[MINARI_ROOT] = before
 
 
+def require_space(folder: str, buffers: list[EpisodeBuffer]) -> None:
+    """HDF5 answers a full disk with pages of tracebacks. So the space is taken once before it writes."""
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves([vars(buffer) for buffer in buffers])]
+    copies = 2  # as written, and compressed
+    largest_header = 50_000  # of an episode
+    size = copies * (sum(array.nbytes for array in arrays) + largest_header * len(buffers))
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+
+
 @contextlib.contextmanager
-def whole_dataset(dataset_id: str) -> Iterator[None]:
+def whole_dataset(dataset_id: str, buffers: list[EpisodeBuffer]) -> Iterator[None]:
     """Minari writes a dataset piece by piece. Here it does so in a hidden folder, and the dataset gets its place once
     it is whole: a kill leaves nothing that looks like one."""
     root = get_dataset_path()
     namespace = dataset_id.rpartition("/")[0]
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=root) as hidden:
+        require_space(hidden, buffers)
         with minari_root(hidden):
             yield
         if namespace and namespace not in list_local_namespaces():
@@ -253,7 +272,7 @@ def record_agent(args: RolloutsArgs) -> None:
     env = aquadqn.make_env(dataclasses.replace(saved, reward="env"))
     buffers, tried = record_successes(env, load_policy(args.run, env), args)
     name = args.dataset_id
-    with as_user_error(f"cannot write dataset {name!r}"), whole_dataset(name):
+    with as_user_error(f"cannot write dataset {name!r}"), whole_dataset(name, buffers):
         dataset = minari.create_dataset_from_buffers(
             name,
             buffers,
@@ -348,15 +367,16 @@ def record_replay_and_rollouts(args: RolloutsArgs) -> None:
     low, high = REFERENCE_SCORES.get(task, (None, None)) if saved.reward == "env" else (None, None)
     kinds = ["replay", "rollouts of the policy"]
     for name, kind, rows in zip(names, kinds, (replay, rollouts)):
+        buffers = episode_buffers(rows, obs_dim, len(box.low), saved.reward == "sparse")
         with (
             as_user_error(f"cannot write dataset {name!r}"),
             warnings.catch_warnings(),
-            whole_dataset(name),
+            whole_dataset(name, buffers),
         ):
             warnings.simplefilter("ignore")  # advice for those who publish datasets
             dataset = minari.create_dataset_from_buffers(
                 name,
-                episode_buffers(rows, obs_dim, len(box.low), saved.reward == "sparse"),
+                buffers,
                 env=dataclasses.replace(
                     env.unwrapped.spec, max_episode_steps=env.spec.max_episode_steps
                 ),
@@ -389,6 +409,7 @@ def record_rollouts(args: RolloutsArgs) -> None:
 
 
 Intention = tuple[np.ndarray, float, np.ndarray]
+EAST, NORTH, UP = np.eye(3)  # seen from the robot: to the right, away, up
 
 
 class Player:
@@ -396,16 +417,21 @@ class Player:
 
     It sees where things are and moves the fingertips towards them as a person with a gamepad would: fast when far,
     slow when near, with a filtered, wandering hand, an aim that is off by some millimetres, and pauses. It often fails.
-    It knows nothing of tasks and rewards. The hand's tilt cannot be commanded (the action has no room for it), so what
-    can be grasped depends on how the arm happens to be folded.
+    It knows nothing of tasks and rewards. The hand's tilt cannot be commanded (the action has no room for it), and
+    drifts. A hand that points to a side or upwards can hardly do anything, so the player notices and straightens it.
 
     A way to play is a generator of intentions: a place for the fingertips, how far open the fingers (-1 to 1), and the
     direction along which they should close.
     """
 
     FINGERTIP = 0.04  # from the end effector to the point between the fingertips, along the hand
-    BASE, REACH = np.array([0.0, 0.1]), 0.92  # of the arm, seen from above
-    EAST, NORTH, UP = np.eye(3)  # seen from the robot: to the right, away, up
+    BASE, REACH = np.array([0.0, 0.1]), 0.95  # of the arm, seen from above
+    TABLE = 0.76  # height
+    HALF_SIZES = {
+        "ball": np.array([0.04, 0.04, 0.04]),
+        "upright_block": np.array([0.023, 0.023, 0.09]),
+        "flat_block": np.array([0.08, 0.035, 0.015]),
+    }
     stopped = False  # it never has enough
 
     def __init__(self, desk: Desk, random: np.random.Generator):
@@ -445,23 +471,24 @@ class Player:
     def choose(self) -> Iterator[Intention]:
         """What to play next, often with the same thing; one that fell off the table is out of the game."""
         desk, random = self.desk, self.random
+        if self.crooked():
+            return self.straighten()
         things = [name for name in desk.OBJECTS if desk.places[name][2] > 0.7]
-        if self.thing not in things or random.random() < 0.4:
-            self.thing = random.choice(things) if things else None
-        current = [str(self.thing)] if things else []
-        ways: list[tuple[float, Callable, list]] = [
-            (2, self.press, ["red_button", "green_button", "blue_button"]),
-            (1.5, self.move_slide, [0.0, 0.6]),
-            (2, self.move_drawer, [-0.35, 0.0]),
-            (3, self.carry, current),
-            (2, self.push, current),
-            (2, self.pull, current),
-            (0.5, self.rest, [None]),
+        if self.thing not in things or random.random() < 0.3:
+            self.thing = str(random.choice(things)) if things else None
+        ways: list[tuple[float, Callable]] = [
+            (1, self.press),
+            (1, self.move_slide),
+            (1, self.move_drawer),
+            (4 if things else 0, self.carry),
+            (4 if things else 0, self.shove),
+            (0.5, self.rest),
         ]
-        ways = [way for way in ways if way[2]]
-        weights = np.array([weight for weight, _, _ in ways])
-        _, way, choices = ways[random.choice(len(ways), p=weights / weights.sum())]
-        return way(choices[random.integers(len(choices))])
+        weights = np.array([weight for weight, _ in ways])
+        _, way = ways[random.choice(len(ways), p=weights / weights.sum())]
+        return way()
+
+    # How the hand moves
 
     def reach(
         self,
@@ -516,125 +543,153 @@ class Player:
             )
         yield from self.go(np.array([place[0], place[1], height]), fingers, closing, near=0.04)
 
-    def rest(self, _: None) -> Iterator[Intention]:
+    def grasp(self, place: Callable[[], np.ndarray], closing: np.ndarray) -> Iterator[Intention]:
+        """Open fingers come to the place along the hand, and close."""
+        yield from self.come_over(place() - 0.12 * NORTH, 1, closing)
+        yield from self.reach(lambda: place() - 0.1 * self.pose[:, 2], 1, closing, near=0.02)
+        yield from self.reach(place, 1, closing, patience=120, near=0.012)
+        yield from self.stay(int(self.random.integers(25, 45)), -1, closing)
+
+    def sideways(self) -> float:
+        """How far the hand points to the right, seen from the arm's base."""
+        x, y = self.tip()[:2] - self.BASE
+        right = np.array([y, -x]) / math.hypot(x, y)
+        return float(right @ self.pose[:2, 2])
+
+    def crooked(self) -> bool:
+        return abs(self.sideways()) > 0.6 or self.pose[2, 2] > 0.2
+
+    def straighten(self) -> Iterator[Intention]:
+        """A round in front of the chest, begun where the hand points to: the arm unwinds on the way."""
+        side = math.copysign(1.0, self.sideways())
+        for x, y in ((0.4, 0.5), (0.3, 0.3), (-0.3, 0.3), (-0.4, 0.5), (0.0, 0.6)):
+            yield from self.go(np.array([side * x, y, 1.0]), -1, near=0.05)
+
+    # What can be done with the things
+
+    def rest(self) -> Iterator[Intention]:
         yield from self.stay(int(self.random.integers(10, 60)), self.random.uniform(-1, 1))
 
-    def press(self, button: str) -> Iterator[Intention]:
+    def press(self) -> Iterator[Intention]:
+        button = self.random.choice(["red_button", "green_button", "blue_button"])
         place = self.desk.places[button] + [0, 0, 0.03]
         yield from self.come_over(place, -1)
-        yield from self.go(place + 0.05 * self.UP, -1, near=0.02)
+        yield from self.go(place + 0.05 * UP, -1, near=0.02)
         yield from self.go(
-            place - 0.03 * self.UP, -1, patience=int(self.random.integers(40, 120)), near=0.0
+            place - 0.03 * UP, -1, patience=int(self.random.integers(40, 120)), near=0.0
         )
-        yield from self.go(place + 0.06 * self.UP, -1, near=0.03)
+        yield from self.go(place + 0.06 * UP, -1, near=0.03)
 
-    def move_slide(self, goal: float) -> Iterator[Intention]:
-        desk = self.desk
-        side = math.copysign(1.0, goal - desk.data.qpos[10])
-        start = desk.slide_handle + [-0.06 * side, 0, self.random.uniform(-0.05, 0.05)]
-        yield from self.come_over(start - 0.12 * self.NORTH, -1)
-        yield from self.go(start, -1)
-        for _ in range(int(self.random.integers(300, 1300))):
-            yield (
-                desk.slide_handle + [0.05 * side, 0.0, start[2] - desk.slide_handle[2]],
-                -1.0,
-                self.EAST,
-            )
-            if abs(desk.data.qpos[10] - goal) < 0.02 or abs(self.tip()[1] - start[1]) > 0.1:
+    def move_slide(self) -> Iterator[Intention]:
+        """Open or close it by its handle, an upright bar."""
+        handle, position = self.desk.slide_handle, self.desk.data.qpos[10:11]
+        goal = self.random.uniform(0.5, 0.6) if position < 0.3 else self.random.uniform(0.0, 0.1)
+        height = self.random.uniform(-0.04, 0.04)
+        self.pace = 1.0  # it is heavy
+        yield from self.grasp(lambda: handle + height * UP, EAST)
+        for _ in range(1000):
+            towards = math.copysign(0.05, goal - position[0])
+            yield handle + [towards, 0.0, height], -1.0, EAST
+            if abs(position[0] - goal) < 0.02 or math.dist(handle, self.tip()) > 0.12:
                 break
-        yield from self.go(self.tip() - 0.12 * self.NORTH, -1, near=0.03)
+        yield from self.stay(15, 1)
+        yield from self.go(self.tip() - 0.12 * NORTH, 1, near=0.03)
 
-    def move_drawer(self, goal: float) -> Iterator[Intention]:
-        """Open: hook the fingers behind the handle and pull. Close: push it."""
-        desk, opening = self.desk, goal < self.desk.data.qpos[9]
-        x, side = self.random.uniform(-0.05, 0.05), -1 if opening else 1
+    def move_drawer(self) -> Iterator[Intention]:
+        """Open or close it: closed fingers come down between its front and its handle, a level bar."""
+        position, x = self.desk.data.qpos[9:10], self.random.uniform(-0.04, 0.04)
+        goal = self.random.uniform(-0.32, -0.24) if position > -0.15 else 0.0
 
-        def handle(y: float, z: float) -> np.ndarray:
-            return np.array([x, 0.49 + desk.data.qpos[9] + y, 0.665 + z])
+        def inside(height: float) -> np.ndarray:
+            return np.array([x, 0.53 + position[0], height])
 
-        yield from self.come_over(np.array([x, 0.63, 0.88]), -1, self.NORTH)
-        yield from self.go(np.array([x, 0.52, 0.8]), -1, self.NORTH, patience=150)
-        yield from self.reach(lambda: handle(-0.06 * side, 0.0), -1, self.NORTH)
-        for _ in range(int(self.random.integers(100, 400))):
-            yield handle(0.06 * side, -0.05 if opening else 0), -1.0, self.NORTH
-            if abs(desk.data.qpos[9] - goal) < 0.02 or self.tip()[2] > 0.75:
+        self.pace = 1.0  # it is heavy
+        yield from self.come_over(inside(0.88) + 0.13 * NORTH, -1)
+        yield from self.go(np.array([x, 0.66, 0.82]), -1, near=0.03)  # here the hand bows
+        yield from self.go(inside(0.8), -1, near=0.03)
+        yield from self.reach(lambda: inside(0.64), -1, EAST, patience=100)
+        for _ in range(400):
+            yield inside(0.635) + math.copysign(0.06, goal - position[0]) * NORTH, -1.0, EAST
+            if abs(position[0] - goal) < 0.02 or self.tip()[2] > 0.72:
                 break
-        yield from self.go(self.tip() + [0, 0.04 if opening else -0.06, 0.15], -1, near=0.04)
+        yield from self.go(inside(0.82), -1, near=0.04)
 
-    def carry(self, thing: str) -> Iterator[Intention]:
-        """Grasp it, lift it, carry it somewhere and let go: the table, the flat block, the shelf, the bin."""
-        random, place = self.random, self.desk.places[thing]
-        axes = self.desk.data.body(thing).xmat.reshape(3, 3)
-        closing = (
-            axes[:, 1].copy() if thing == "flat_block" else self.EAST
-        )  # across the block's short side
-        off_centre = {
-            "ball": np.array(
+    def extent(self) -> np.ndarray:
+        """Half of the thing's size along east, north and up."""
+        if self.thing == "ball":
+            return self.HALF_SIZES["ball"]
+        axes = self.desk.data.body(self.thing).xmat.reshape(3, 3)
+        return np.abs(axes) @ self.HALF_SIZES[self.thing]
+
+    def narrow_side(self) -> np.ndarray:
+        """The level direction in which the fingers fit round the thing best."""
+        if self.thing == "ball":
+            return EAST
+        axes = self.desk.data.body(self.thing).xmat.reshape(3, 3)
+        level = [axis for axis in range(3) if abs(axes[2, axis]) < 0.7]
+        return axes[:, min(level, key=lambda axis: self.HALF_SIZES[self.thing][axis])].copy()
+
+    def somewhere(self, chances: list[float]) -> np.ndarray:
+        """The table, the other block, the shelf, the bin, beyond the table's edge."""
+        random = self.random
+        block = "upright_block" if self.thing == "flat_block" else "flat_block"
+        places = [
+            (random.uniform(-0.4, 0.45), random.uniform(0.62, 0.8), 0.85),
+            self.desk.places[block] + 0.06 * UP,
+            (random.uniform(0.22, 0.35), 1.05, 0.85),
+            (0.4, 0.5, 0.85),
+            (random.uniform(-0.3, 0.2), 0.48, 0.85),
+        ]
+        return np.array(places[random.choice(5, p=chances)])
+
+    def carry(self) -> Iterator[Intention]:
+        """Grasp the thing, lift it, carry it somewhere and let go."""
+        random, place, closing = self.random, self.desk.places[self.thing], self.narrow_side()
+        if abs(closing @ self.pose[:, 2]) > 0.6:
+            return (yield from self.shove())  # one finger would have to be under the table
+        off_centre = random.uniform(-0.3, 0.6) * max(self.extent()[2] - 0.015, 0) * UP
+        if self.thing == "ball":
+            off_centre = np.array(
                 [0, 0.006, -0.012]
-            ),  # as wide as the open hand: it is taken below its middle
-            "upright_block": random.uniform(-0.03, 0.05) * self.UP,
-            "flat_block": random.uniform(-0.05, 0.05) * axes[:, 0],
-        }[thing]
-
-        def grip() -> np.ndarray:
-            return place + off_centre
-
-        yield from self.come_over(place - 0.12 * self.NORTH, 1, closing)
-        yield from self.reach(lambda: grip() - 0.1 * self.pose[:, 2], 1, closing, near=0.02)
-        yield from self.reach(grip, 1, closing, patience=120, near=0.012)
-        yield from self.stay(int(random.integers(25, 45)), -1, closing)
-        yield from self.go(self.tip() + random.uniform(0.05, 0.2) * self.UP, -1, closing, near=0.02)
-        if self.desk.data.qpos[7:9].sum() < 0.03:
+            )  # as wide as the open hand: it is taken below its middle
+        yield from self.grasp(lambda: place + off_centre, closing)
+        yield from self.go(self.tip() + random.uniform(0.05, 0.15) * UP, -1, closing, near=0.02)
+        if self.desk.data.qpos[7:9].sum() < 0.02:
             return  # nothing in the hand
-        somewhere = (random.uniform(-0.4, 0.45), random.uniform(0.62, 0.8), 0.85)
-        on_the_block, over_the_bin = self.desk.places["flat_block"] + [0, 0, 0.1], (0.4, 0.53, 0.8)
-        in_the_shelf = (random.uniform(0.25, 0.5), 1.02, 0.85)
-        target = np.array(
-            [somewhere, on_the_block, in_the_shelf, over_the_bin][
-                random.choice(4, p=[0.6, 0.2, 0.1, 0.1])
-            ]
-        )
-        yield from self.go(target + 0.08 * self.UP, -1, closing, patience=400, near=0.03)
+        below = self.tip()[2] - place[2]  # what hangs down from the fingers
+        target = self.somewhere([0.2, 0.35, 0.1, 0.1, 0.25]) + below * UP
+        yield from self.go(target + 0.05 * UP, -1, closing, patience=400, near=0.03)
         yield from self.go(target, -1, closing, patience=80, near=0.02)
         yield from self.stay(25, 1, closing)
         yield from self.go(self.tip() + [0, -0.05, 0.1], 1, closing, near=0.03)
 
-    def push(self, thing: str) -> Iterator[Intention]:
-        """Away from the robot or to a side, with closed fingers."""
-        random, place = self.random, self.desk.places[thing]
-        direction = [self.EAST, -self.EAST, self.NORTH][random.choice(3, p=[0.25, 0.25, 0.5])]
-        half = {
-            "ball": 0.04,
-            "upright_block": 0.023,
-            "flat_block": 0.08 if direction[0] else 0.035,
-        }[thing]
-        height = random.uniform(-0.06, 0.08) if thing == "upright_block" else 0.0
-        aside = (
-            random.uniform(-0.07, 0.07) if thing == "flat_block" and direction[1] else 0.0
-        )  # turns it
-        start = place - (half + 0.04) * direction + height * self.UP + aside * self.EAST
-        yield from self.come_over(start - 0.05 * self.NORTH, -1)
-        yield from self.go(start, -1)
-        way = random.uniform(0.1, 0.5) * direction + random.normal(0, 0.05) * self.EAST
-        yield from self.go(start + way, -1, patience=450)
-        yield from self.go(self.tip() + [0, -0.05, 0.1], -1, near=0.04)
+    def shove(self) -> Iterator[Intention]:
+        """Push or pull the thing somewhere with closed fingers, from behind as seen from there."""
+        random, place = self.random, self.desk.places[self.thing]
+        target = self.somewhere([0.2, 0.2, 0.2, 0.2, 0.2])
+        height = random.uniform(-0.5, 0.8)  # of its half
 
-    def pull(self, thing: str) -> Iterator[Intention]:
-        """Towards the robot: the fingers come down behind it. The upright block is taken at its top, and topples."""
-        random, place = self.random, self.desk.places[thing]
-        behind, height = {
-            "ball": (0.06, -0.015),
-            "upright_block": (0.055, 0.07),
-            "flat_block": (0.065, 0.0),
-        }[thing]
-        aside = random.uniform(-0.06, 0.06) if thing == "flat_block" else random.normal(0, 0.01)
-        start = place + [aside, behind, height]
+        def way() -> np.ndarray:
+            direction = (target - place) * [1, 1, 0]
+            return direction / max(np.linalg.norm(direction), 1e-6)
+
+        def touching_height() -> float:
+            return max(place[2] + height * self.extent()[2], self.TABLE + 0.012)
+
+        behind = place - (self.extent() @ np.abs(way()) + 0.035) * way()
+        start = np.array([*behind[:2], touching_height()])
         yield from self.come_over(start, -1)
-        yield from self.go(start + 0.05 * self.UP, -1, near=0.02)
+        yield from self.go(start + 0.08 * UP, -1, near=0.03)
         yield from self.go(start, -1)
-        way = np.array([random.normal(0, 0.08), -random.uniform(0.03, 0.22), -0.01])
-        yield from self.go(start + way, -1, patience=350)
-        yield from self.go(self.tip() + 0.12 * self.UP, -1, near=0.04)
+        for _ in range(int(random.integers(300, 700))):
+            offset = (self.tip() - place) * [1, 1, 0]
+            beside = offset - (offset @ way()) * way()  # from the line along which it should move
+            goal = place + 0.05 * way() - 2 * beside
+            yield np.array([*goal[:2], touching_height()]), -1.0, EAST
+            arrived = math.dist(place[:2], target[:2]) < 0.03
+            if arrived or place[2] < 0.7 or np.linalg.norm(offset) > 0.2:
+                break
+        yield from self.go(self.tip() + [0, -0.05, 0.1], -1, near=0.04)
 
 
 class PlayEpisode(NamedTuple):
@@ -854,7 +909,7 @@ def record_play(args: PlayArgs) -> str:
     with (
         warnings.catch_warnings(),
         as_user_error(f"cannot write dataset {dataset_id!r}"),
-        whole_dataset(dataset_id),
+        whole_dataset(dataset_id, buffers),
     ):
         warnings.simplefilter("ignore")  # advice for those who publish datasets
         dataset = minari.create_dataset_from_buffers(
@@ -905,17 +960,15 @@ Command = (
 
 
 def main() -> None:
-    try:
-        args = tyro.cli(Command, description=__doc__)
-        if isinstance(args, RolloutsArgs):
-            record_rollouts(args)
-        else:
-            record_play(args)
-    except (UserError, aquadqn.UserError, sac_baselines.UserError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    args = tyro.cli(Command, description=__doc__)
+    with errors_on_one_line():
+        try:
+            if isinstance(args, RolloutsArgs):
+                record_rollouts(args)
+            else:
+                record_play(args)
+        except (aquadqn.UserError, sac_baselines.UserError) as error:
+            raise UserError(error) from None
 
 
 if __name__ == "__main__":

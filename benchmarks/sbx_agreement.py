@@ -63,7 +63,8 @@ def train_ours(run: Path, updates: int, seed: int) -> list[list[float]]:
     fixed = slice(None, None, len(rows) // 250)
     observations, actions = steps.observation[fixed], steps.action[fixed]
     update = sac.make_update(actor, critic, optimizer, box, None, args)
-    agent, _ = sac.init_agent(actor, critic, optimizer, jax.random.PRNGKey(seed), args, obs_dim)
+    key = jax.random.PRNGKey(seed)
+    agent, _ = sac.init_agent(actor, critic, optimizer, key, args, obs_dim, reference=None)
     lines = []
     for number in range(1, updates + 1):
         agent, _ = update(agent, replay, None)

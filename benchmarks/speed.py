@@ -180,7 +180,7 @@ def random_replay(count: int, obs_dim: int, num_actions: int) -> Replay:
     observations = rng.normal(size=(2, count, obs_dim))
     indices = rng.integers(num_actions, size=count)
     ends = np.arange(count) % 200 == 199
-    steps = aquadqn.typed(
+    steps = aquadqn.as_stored(
         Transition(*observations, indices, np.zeros(count), np.zeros(count), ends)
     )
     return Replay(jax.tree.map(jnp.asarray, steps), jnp.asarray(count))

@@ -288,7 +288,7 @@ def test_a_gap_in_the_file_ends_the_episode(tmp_path, tiny_env):
     data = aquacql.load_d4rl(write_d4rl(tmp_path / "gap.hdf5", **fields), tiny_env)
     transitions = aquacql.make_transitions(data, np.zeros(len(data.rewards), np.int32), 3, 0.9)
     assert data.ends.tolist()[:5] == [False, True, False, True, True]
-    assert transitions.states[transitions.next_rows[0], 0] == 2.0  # not 3 or 4
+    assert transitions.states[transitions.bootstrap_index[0], 0] == 2.0  # not 3 or 4
 
 
 def d4rl_copy(dataset_id: str, path: Path) -> Path:
@@ -506,7 +506,7 @@ def test_candidate_training_resumes_to_the_same_parameters(here, monkeypatch):
         run = aquacql.OfflineRun(dataclasses.replace(args, resume=str(folder)), warning=None)
         run.log = Log(last)
         try:
-            run.keep_candidates(aquacql.train_candidates(args, run, network, data))
+            run.write_candidates(aquacql.train_candidates(args, run, network, data))
         finally:
             run.lock.close()
 

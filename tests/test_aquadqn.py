@@ -143,7 +143,7 @@ def numbered_steps(first: int, last: int, episode: int = 4, terminate: bool = Fa
     transitions = Transition(
         steps[:, None], steps[:, None] + 0.5, steps % 10, steps, ends & terminate, ends
     )
-    return aquadqn.typed(transitions)
+    return aquadqn.as_stored(transitions)
 
 
 def eight_steps(**changes) -> Replay:
@@ -167,7 +167,7 @@ def test_samples_are_n_step_transitions_of_what_is_still_stored(total, terminate
         last = next(
             t for t in range(first, total) if t % 4 == 3 or t == first + n - 1 or t == total - 1
         )
-        assert batch.actions[i] == first % 10
+        assert batch.indices[i] == first % 10
         assert_allclose(
             batch.returns[i],
             sum(gamma**k * (first + k) for k in range(last - first + 1)),
@@ -420,40 +420,49 @@ def test_annealing_revives_a_candidate_that_a_constant_temperature_leaves_dead()
 def test_held_out_episodes_are_the_last_ones():
     ends = np.array([0, 1, 0, 0, 1, 1], bool)
     demos = aquadqn.Demonstrations(*[np.zeros((6, 1))] * 5, ends)
-    assert [aquadqn.learned_from(Args(held_out_episodes=n), demos) for n in (0, 1, 2)] == [6, 5, 2]
-    with pytest.raises(aquadqn.UserError, match="--held-out-episodes"):
-        aquadqn.learned_from(Args(held_out_episodes=3), demos)
-
-
-def test_the_average_against_a_hand_computation():
-    average = {"w": jnp.array([1.0, 2.0])}
-    for value in (3.0, 5.0):
-        average = aquadqn.averaged(average, {"w": jnp.full(2, value)}, 0.9)
-    assert_allclose(
-        average["w"], [0.9 * (0.9 * 1 + 0.3) + 0.5, 0.9 * (0.9 * 2 + 0.3) + 0.5], rtol=1e-6
-    )
-
-
-def test_an_update_averages_the_network_after_every_step_and_evaluation_uses_the_average():
-    network, optimizer = aquadqn.QNetwork(10), optax.sgd(0.1)
-    params = network.init(jax.random.PRNGKey(0), jnp.zeros(1))
-    replay = eight_steps()
-    args = Args(batch_size=4, ema_decay=0.5)
-    moving = aquadqn.make_update(network, optimizer, args)(
-        new_agent(params, optimizer), replay, replay
-    )[0]
-    params = network.init(jax.random.PRNGKey(0), jnp.zeros(1))
-    off = new_agent(params, optimizer)._replace(average_params=None)
-    still = aquadqn.make_update(network, optimizer, Args(batch_size=4, ema_decay=0.0))(
-        off, replay, replay
-    )[0]
-    assert aquadqn.evaluated_params(still) is still.params
-    assert aquadqn.evaluated_params(moving) is moving.average_params
-    bias = [
-        p["params"]["Dense_3"]["bias"] for p in (moving.params, still.params, moving.average_params)
+    assert [aquadqn.steps_to_learn_from(Args(held_out_episodes=n), demos) for n in (0, 1, 2)] == [
+        6,
+        5,
+        2,
     ]
-    assert_array_equal(bias[0], bias[1])  # averaging changes nothing in what is learned
-    assert 0 < np.abs(bias[2] - bias[0]).max() < np.abs(bias[0]).max()
+    with pytest.raises(aquadqn.UserError, match="--held-out-episodes"):
+        aquadqn.steps_to_learn_from(Args(held_out_episodes=3), demos)
+
+
+def updates_of_one_step(ema_decay: float, number: int, monkeypatch) -> list:
+    """The agent after each of some updates that are done one by one."""
+    monkeypatch.setattr(aquadqn, "STEPS_PER_CALL", 1)
+    network, optimizer = aquadqn.QNetwork(10), optax.sgd(0.1)
+    replay = eight_steps()
+    update = aquadqn.make_update(network, optimizer, Args(batch_size=4, ema_decay=ema_decay))
+    agent = new_agent(network.init(jax.random.PRNGKey(0), jnp.zeros(1)), optimizer)
+    agents = []
+    for _ in range(number):
+        agent, _ = update(agent, replay, replay)
+        agents.append(jax.tree.map(np.array, agent))
+    return agents
+
+
+def last_bias(params) -> np.ndarray:
+    return params["params"]["Dense_3"]["bias"]
+
+
+def test_the_average_against_a_hand_computation(monkeypatch):
+    agents = updates_of_one_step(0.9, 3, monkeypatch)
+    expected = np.zeros(10)  # the initial bias
+    for agent in agents:
+        expected = 0.9 * expected + 0.1 * last_bias(agent.params)
+        assert_allclose(last_bias(agent.average_params), expected, rtol=1e-5, atol=1e-9)
+    assert np.abs(expected).max() > 0
+
+
+def test_without_a_decay_the_average_is_the_network_itself_and_averaging_changes_no_learning(
+    monkeypatch,
+):
+    (still,) = updates_of_one_step(0.0, 1, monkeypatch)
+    jax.tree.map(assert_array_equal, still.average_params, still.params)
+    (moving,) = updates_of_one_step(0.5, 1, monkeypatch)
+    jax.tree.map(assert_array_equal, moving.params, still.params)
 
 
 # ------------------------------------------------------------------------------------------- policy, evaluation

@@ -5,8 +5,8 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import gymnasium as gym
@@ -72,9 +72,16 @@ def arrays(path: Path) -> list[np.ndarray]:
         return [file[name] for name in file.files if name != "meta"]
 
 
-def discriminator_step(args: Args) -> Callable:
-    """A gradient step on the expert's and the agent's features, compiled."""
-    return jax.jit(lambda *inputs: aquagail.update_discriminator(*inputs, args))
+def make_discriminator(num_features: int, **changes: Any) -> aquagail.DiscriminatorState:
+    key = jax.random.PRNGKey(changes.pop("seed", 1))
+    return aquagail.init_discriminator(Args(**changes), key, jnp.zeros(num_features))
+
+
+@jax.jit
+def discriminator_step(
+    state: aquagail.DiscriminatorState, expert: jax.Array, agent: jax.Array
+) -> tuple[aquagail.DiscriminatorState, dict]:
+    return aquagail.update_discriminator(state, expert, agent, Args())
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -133,10 +140,13 @@ def test_loss_against_a_computation_by_hand():
 
 
 def test_what_the_discriminator_sees():
-    observations, actions, following = (
-        jnp.ones((2, 5, 3)),
-        2 * jnp.ones((2, 5, 1)),
-        3 * jnp.ones((2, 5, 3)),
+    steps = Transition(
+        observation=jnp.ones((2, 5, 3)),
+        next_observation=3 * jnp.ones((2, 5, 3)),
+        action=2 * jnp.ones((2, 5, 1)),
+        index=None,
+        terminated=None,
+        ended=None,
     )
     expected = {
         "state-action": [1, 1, 1, 2],
@@ -144,92 +154,97 @@ def test_what_the_discriminator_sees():
         "state-next-state": [1, 1, 1, 3, 3, 3],
     }
     for kind, values in expected.items():
-        seen = aquagail.discriminator_input(kind, observations, actions, following)
+        args = Args(discriminator_input=kind, normalize_observations=False)
+        seen = aquagail.discriminator_input(args, None, steps)
         assert_array_equal(seen, np.broadcast_to(values, (2, 5, len(values))))
 
 
 def test_observations_are_normalised_and_actions_are_not():
     generator = np.random.default_rng(0)
     observations, following = generator.normal(5, [1, 10], (2, 1000, 2))
-    actions, mean, deviation = (
-        generator.normal(size=(1000, 1)),
-        observations.mean(axis=0),
-        observations.std(axis=0),
-    )
+    actions = generator.normal(size=(1000, 1))
+    mean = observations.mean(axis=0)
+    deviation = observations.std(axis=0)
     steps = Transition(observations, following, actions, None, None, None)
     reference = aquagail.Reference(mean, deviation, None, None, None)
     args = Args(discriminator_input="state-action")
-    seen = aquagail.discriminator_features(args, reference, steps)
+    seen = aquagail.discriminator_input(args, reference, steps)
     assert_allclose(np.mean(seen[:, :2], axis=0), 0, atol=1e-5)
     assert_allclose(np.std(seen[:, :2], axis=0), 1, rtol=1e-5)
     assert_allclose(seen[:, 2:], actions, rtol=1e-6)
+    args = Args(discriminator_input="state-next-state")
+    seen = aquagail.discriminator_input(args, reference, steps)
+    assert_allclose(seen[:, 2:], (following - mean) / deviation, rtol=1e-4, atol=1e-5)
     args = Args(discriminator_input="state-next-state", normalize_observations=False)
-    seen = aquagail.discriminator_features(args, reference, steps)
+    seen = aquagail.discriminator_input(args, reference, steps)
     assert_allclose(seen, np.concatenate([observations, following], axis=1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("regularization", ["dropout", "weight-decay"])
 def test_it_tells_two_gaussians_apart(regularization):
-    args = Args(discriminator_regularization=regularization, discriminator_learning_rate=1e-2)
-    args.discriminator_weight_decay, args.discriminator_input = 0.1, "state"
-    network, _ = aquagail.make_discriminator(args)
-    step = discriminator_step(args)
-    state = aquagail.init_discriminator(args, 4, 2)
+    state = make_discriminator(
+        4,
+        discriminator_regularization=regularization,
+        discriminator_learning_rate=1e-2,
+        discriminator_weight_decay=0.1,
+    )
     generator = np.random.default_rng(0)
     for _ in range(300):
         expert, agent = (
             generator.normal([1, 1, 0, 0], 0.5, (64, 4)),
             generator.normal([-1, -1, 0, 0], 0.5, (64, 4)),
         )
-        state, metrics = step(state, jnp.asarray(expert), jnp.asarray(agent))
+        state, metrics = discriminator_step(state, expert, agent)
     assert metrics["discriminator/accuracy"] > 0.95 and metrics["discriminator/loss"] < 0.4
     assert metrics["discriminator/reward_mean"] < -1  # of the agent's steps
     rewards = aquagail.discriminator_reward(
-        network.apply(state.params, jnp.array([[1.0, 1, 0, 0], [-1, -1, 0, 0]])), 0.5
+        state.network.apply(state.params, jnp.array([[1.0, 1, 0, 0], [-1, -1, 0, 0]])), 0.5
     )
     assert rewards[0] > 1 > -1 > rewards[1]
 
 
 def test_indistinguishable_data_is_neither_expert_nor_agent():
-    args = Args(discriminator_learning_rate=1e-3, discriminator_input="state")
-    network, _ = aquagail.make_discriminator(args)
-    step = discriminator_step(args)
-    state, generator = aquagail.init_discriminator(args, 3, 2), np.random.default_rng(0)
-    before = np.abs(network.apply(state.params, generator.normal(size=(500, 3)))).mean()
+    state = make_discriminator(3, discriminator_learning_rate=1e-3)
+    generator = np.random.default_rng(0)
+    before = np.abs(state.network.apply(state.params, generator.normal(size=(500, 3)))).mean()
     for _ in range(600):
-        state, _ = step(state, *jnp.asarray(generator.normal(size=(2, 64, 3)), jnp.float32))
-    after = np.abs(network.apply(state.params, generator.normal(size=(500, 3)))).mean()
+        state, _ = discriminator_step(
+            state, *jnp.asarray(generator.normal(size=(2, 64, 3)), jnp.float32)
+        )
+    after = np.abs(state.network.apply(state.params, generator.normal(size=(500, 3)))).mean()
     assert after < 0.15 < before  # logits near 0: p = 1/2, reward 0
 
 
 def test_regularisation_does_what_it_says():
-    state = aquagail.init_discriminator(Args(discriminator_input="state"), 6, 2)
+    start = make_discriminator(6).params
     data = jax.random.normal(jax.random.PRNGKey(1), (2, 32, 6))
 
     def after_a_step(regularization: str) -> list[list[np.ndarray]]:
         """The parameters after one step on the same data, with either of two seeds."""
-        args = Args(discriminator_regularization=regularization, discriminator_learning_rate=1e-3)
-        args.discriminator_weight_decay = 20.0
-        step = discriminator_step(args)
-        states = [step(state._replace(key=jax.random.PRNGKey(seed)), *data)[0] for seed in (1, 2)]
-        return [jax.tree.leaves(state.params) for state in states]
+        state = make_discriminator(
+            6,
+            discriminator_regularization=regularization,
+            discriminator_learning_rate=1e-3,
+            discriminator_weight_decay=20.0,
+        )
+        states = [state.replace(key=jax.random.PRNGKey(seed)) for seed in (1, 2)]
+        return [jax.tree.leaves(discriminator_step(state, *data)[0].params) for state in states]
 
     plain, decayed, dropped = map(after_a_step, ("none", "weight-decay", "dropout"))
-    for start, ours, theirs in zip(
-        jax.tree.leaves(state.params), decayed[0], plain[0], strict=True
-    ):
-        assert_allclose(
-            ours, theirs - 1e-3 * 20.0 * start, rtol=1e-4, atol=1e-6
-        )  # every parameter decays
+    for before, ours, theirs in zip(jax.tree.leaves(start), decayed[0], plain[0], strict=True):
+        decay = 1e-3 * 20.0 * before  # of every parameter
+        assert_allclose(ours, theirs - decay, rtol=1e-4, atol=1e-6)
     for (one, other), random in ((plain, False), (decayed, False), (dropped, True)):
         assert any(np.any(a != b) for a, b in zip(one, other)) == random
 
 
 def test_dropout_rates_and_sizes():
-    args = Args(discriminator_layers=2, discriminator_units=7, discriminator_input_dropout=0.75)
-    network, _ = aquagail.make_discriminator(args)
+    state = make_discriminator(
+        3, discriminator_layers=2, discriminator_units=7, discriminator_input_dropout=0.75
+    )
+    network = state.network
+    params = state.params
     assert (network.input_dropout, network.hidden_dropout) == (0.75, 0.5)
-    params = jax.eval_shape(lambda: aquagail.init_discriminator(args, 3, 2)).params
     assert sorted(x.shape for x in jax.tree.leaves(params) if len(x.shape) == 2) == [
         (3, 7),
         (7, 1),
@@ -264,9 +279,9 @@ def filled_replay(count: int, capacity: int, seed: int = 0) -> tuple[Replay, Tra
 def test_a_row_on_disk_is_observation_next_observation_action_index_terminated_ended():
     replay, steps = filled_replay(24, capacity=40)
     rows = np.stack([aquagail.pack(Transition(*step)) for step in zip(*steps)])
-    scalars = np.stack([steps.action, steps.terminated, steps.ended], axis=1)
+    scalars = np.stack([steps.index, steps.terminated, steps.ended], axis=1)
     expected = np.concatenate(
-        [steps.observation, steps.next_observation, steps.executed_action, scalars], axis=1
+        [steps.observation, steps.next_observation, steps.action, scalars], axis=1
     )
     assert rows.dtype == np.float32
     assert_array_equal(rows, expected)
@@ -278,18 +293,17 @@ def test_a_row_on_disk_is_observation_next_observation_action_index_terminated_e
 @pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("count", [24, 88])
 def test_windows_and_their_rewards_against_brute_force(n_step, count):
-    gamma, (replay, steps) = 0.9, filled_replay(count, capacity=40)
+    gamma = 0.9
+    replay, steps = filled_replay(count, capacity=40)
+    args = Args(discriminator_input="state-action", normalize_observations=False)
     judge = aquagail.Discriminator(1, 8)
     params = jax.jit(judge.init)(jax.random.PRNGKey(1), jnp.zeros(5))
 
-    def reward_of(steps: Transition) -> jax.Array:
-        seen = steps.observation, steps.executed_action, steps.next_observation
-        logits = judge.apply(params, aquagail.discriminator_input("state-action", *seen))
-        return aquagail.discriminator_reward(logits, 0.5)
-
     @jax.jit
     def draw(replay: Replay) -> aquagail.Batch:
-        return aquagail.sample(replay, jax.random.PRNGKey(2), 300, n_step, gamma, reward_of)
+        windows = aquagail.sample(replay, jax.random.PRNGKey(2), 300, n_step)
+        logits = judge.apply(params, aquagail.discriminator_input(args, None, windows))
+        return aquagail.reward_windows(windows, aquagail.discriminator_reward(logits, 0.5), gamma)
 
     batch = jax.tree.map(np.asarray, draw(replay))
     drawn = batch.observations[:, 0].astype(int)
@@ -297,7 +311,7 @@ def test_windows_and_their_rewards_against_brute_force(n_step, count):
         range(max(0, count - 40), count)
     )  # everything that is kept, nothing else
     logits = np.asarray(
-        judge.apply(params, np.concatenate([steps.observation, steps.executed_action], axis=1))
+        judge.apply(params, np.concatenate([steps.observation, steps.action], axis=1))
     )
     for i, step in enumerate(drawn):
         total, factor, last = 0.0, 1.0, step
@@ -308,26 +322,28 @@ def test_windows_and_their_rewards_against_brute_force(n_step, count):
         assert_allclose(batch.returns[i], total, rtol=1e-4, atol=1e-5)
         assert_allclose(batch.discounts[i], 0 if steps.terminated[last] else factor, rtol=1e-5)
         assert_array_equal(batch.next_observations[i], steps.next_observation[last])
-        assert batch.actions[i] == step % 7
+        assert batch.indices[i] == step % 7
 
 
 @pytest.mark.parametrize("count", [24, 88])
 def test_single_steps_are_whole_and_cover_what_is_stored(count):
     replay, steps = filled_replay(count, capacity=40)
-    drawn = aquagail.sample_steps(replay, jax.random.PRNGKey(0), 500)
+    windows = aquagail.sample(replay, jax.random.PRNGKey(0), 500, n_step=1)
+    drawn = jax.tree.map(lambda array: array[:, 0], windows)
     numbers = np.asarray(drawn.observation[:, 0]).astype(int)
     assert set(numbers) == set(range(max(0, count - 40), count))
-    for ours, theirs in zip(drawn, steps, strict=True):
+    newest = numbers == count - 1  # a window ends there
+    assert_array_equal(drawn.ended, np.where(newest, 1, steps.ended[numbers]))
+    for ours, theirs in zip(drawn[:-1], steps[:-1], strict=True):
         assert_array_equal(ours, theirs[numbers])
 
 
 def test_q_values_become_the_rewards_of_the_current_discriminator():
     """With no discount and no log-policy, Q is the reward; and it follows when the discriminator changes."""
-    args = Args(gamma=0.0, munchausen_alpha=0.0, batch_size=32, discriminator_learning_rate=1e-9)
+    args = Args(gamma=0.0, munchausen_alpha=0.0, batch_size=32)
     replay, steps = filled_replay(40, capacity=40)
     reference = aquagail.Reference(np.array([20.0, 0, 0]), np.array([12.0, 1, 1]), None, None, None)
     q_network, optimizer = SmallQNetwork(7), optax.adam(1e-2)
-    judge, _ = aquagail.make_discriminator(args)
     learn = aquagail.make_update(q_network, optimizer, reference, args)
     params = jax.jit(q_network.init)(jax.random.PRNGKey(0), jnp.zeros(3))
     average, target = (jax.tree.map(jnp.copy, params) for _ in range(2))
@@ -340,17 +356,12 @@ def test_q_values_become_the_rewards_of_the_current_discriminator():
         jax.random.PRNGKey(1),
     )
     for seed in (0, 1):
-        args.seed = seed
-        discriminator = aquagail.init_discriminator(args, 3, 2)
-        expected = (
-            judge.apply(
-                discriminator.params, aquagail.discriminator_features(args, reference, steps)
-            )
-            / 2
-        )
+        discriminator = make_discriminator(3, seed=seed, discriminator_learning_rate=1e-9)
+        features = aquagail.discriminator_input(args, reference, steps)
+        expected = discriminator.network.apply(discriminator.params, features) / 2
         for _ in range(250):
             agent, discriminator, metrics = learn(agent, discriminator, replay, replay)
-        q = q_network.apply(agent.params, steps.observation)[np.arange(40), steps.action]
+        q = q_network.apply(agent.params, steps.observation)[np.arange(40), steps.index]
         assert (
             np.std(expected) > 0.05
             and np.corrcoef(q, expected)[0, 1] > 0.9
@@ -464,7 +475,9 @@ def test_a_run_leaves_everything_behind(finished):
 
 
 def test_the_discriminator_is_in_the_checkpoint(finished):
-    fresh = aquagail.init_discriminator(aquagail.load_args(finished), 4, 2)
+    args = aquagail.load_args(finished)
+    key = jax.random.fold_in(jax.random.PRNGKey(args.seed), 2)
+    fresh = aquagail.init_discriminator(args, key, jnp.zeros(4))
     expected = {leaf.shape for leaf in jax.tree.leaves(fresh.params) if leaf.ndim == 2}
     kept = [array for array in arrays(finished / "state.npz") if array.shape in expected]
     assert {array.shape for array in kept} == expected == {(4, 64), (64, 1)}

@@ -141,7 +141,7 @@ def test_the_update_is_munchausen_dqn_on_the_replay_alone():
         rng.random(20),
         *np.zeros((2, 20)),
     )
-    replay = aquaplay.store(aquaplay.make_replay(20, 2), aquaplay.typed(steps))
+    replay = aquaplay.store(aquaplay.make_replay(20, 2), aquaplay.as_stored(steps))
     params = network.init(jax.random.PRNGKey(0), jnp.zeros(2))
     key = jax.random.PRNGKey(1)
     copies = [jax.tree.map(jnp.copy, params) for _ in range(3)]
@@ -158,11 +158,11 @@ def test_the_update_is_munchausen_dqn_on_the_replay_alone():
         next_policy = jax.nn.softmax(q_next / 0.03)
         value = jnp.sum(next_policy * (q_next - 0.03 * jnp.log(next_policy + 1e-30)), axis=1)
         target = (
-            batch.returns + 0.9 * 0.03 * log_policy[jnp.arange(4), batch.actions] + 0.99 * value
+            batch.returns + 0.9 * 0.03 * log_policy[jnp.arange(4), batch.indices] + 0.99 * value
         )
 
         def loss(params):
-            q = network.apply(params, batch.observations)[jnp.arange(4), batch.actions]
+            q = network.apply(params, batch.observations)[jnp.arange(4), batch.indices]
             return optax.huber_loss(q, target).mean()
 
         return jax.tree.map(
@@ -266,12 +266,12 @@ def test_candidates_are_reported_over_all_of_the_play(lengths, every, pictured):
     args = Args(num_actions=4, held_out_episodes=1, quiet=True)
     network = aquaplay.make_candidate_network(args, 5)
     params = network.init(jax.random.PRNGKey(0), observations[:1])
-    aquaplay.report_candidates(args, run, network, params, play)
+    aquaplay.report_on_play(args, run, network, params, play)
 
     indices = log.add_histogram.call_args.args[1]
     distances = np.linalg.norm(network.apply(params, observations) - actions[:, None], axis=-1)
     assert_array_equal(indices, np.argmin(distances, axis=1)[::every])
-    _, _, piece = run.save_candidates_along.call_args.args
+    _, _, piece = run.write_candidates_along.call_args.args
     assert len(piece.actions) == pictured and list(np.flatnonzero(piece.ends)) == [pictured - 1]
     scalars = {call.args[0]: call.args[1] for call in log.add_scalar.call_args_list}
     unseen = np.min(distances, axis=1)[::every][-(-lengths[0] // every) :]  # of the second episode

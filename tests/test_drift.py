@@ -19,7 +19,7 @@ ALGORITHMS = [
 ]
 SCRIPTS = sorted(ROOT.glob("*.py"))
 TOOLS = {"record", "sweep"}  # they call the scripts and may import them
-OWN_TO_EACH_SCRIPT = {"Args", "BOUNDS", "Command", "METHODS", "main", "train"}
+OWN_TO_EACH_SCRIPT = {"Args", "BOUNDS", "Command", "METHODS", "main", "prepare", "train"}
 SAME_CONSTANTS = {  # on whatever side of the border
     "EVALUATION_SEED",
     "HUMAN_EPISODES",
@@ -28,7 +28,6 @@ SAME_CONSTANTS = {  # on whatever side of the border
     "SINKHORN_POINTS",
     "SINKHORN_SEED",
     "SINKHORN_THRESHOLD",
-    "START_TEMPERATURE",
 }
 SAME_MATHEMATICS = {
     "AgentState",
@@ -36,23 +35,24 @@ SAME_MATHEMATICS = {
     "CandidateNetwork",
     "CandidateState",
     "Discriminator",
+    "DiscriminatorState",
     "Evaluation",
     "QNetwork",
     "annealed_temperature",
-    "apply_gradients",
-    "averaged",
+    "discretise",
     "discriminator_input",
     "discriminator_loss",
     "discriminator_reward",
     "dqn_target",
     "evaluate",
-    "evaluated_params",
+    "init_discriminator",
     "make_candidate_update",
     "munchausen_target",
     "n_step_returns",
     "nearest_candidate",
     "q_of",
     "soft_min_loss",
+    "update_discriminator",
 }
 LONGEST_LINE = 100  # of the upper half
 

@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -240,6 +241,35 @@ def test_odd_arguments(name, place):
     check()
 
 
+TOO_LARGE = [
+    ("aquadqn", {"--num-actions": "100000"}),
+    ("aquagail", {"--num-actions": "100000"}),
+    ("aquaplay", {"--num-actions": "100000"}),
+    ("aquacql", {"--num-actions": "100000"}),
+    ("mdn", {"--num-actions": "100000"}),
+    ("bc", {"--num-units": "1000000", "--num-layers": "2"}),
+    ("sac", {"--batch-size": "2000000000"}),
+    ("sacfd", {"--buffer-size": "2000000000", "--total-timesteps": "2000000000"}),
+    ("gail", {"--buffer-size": "2000000000", "--total-timesteps": "2000000000"}),
+]
+
+
+@pytest.mark.parametrize("name, sizes", TOO_LARGE)
+def test_what_does_not_fit_into_memory_is_refused(name, sizes, place, monkeypatch):
+    of_this_machine = os.sysconf
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 6_000_000}  # 25 GB, wherever the test runs
+    monkeypatch.setattr("os.sysconf", lambda name: pages.get(name) or of_this_machine(name))
+    message, _ = end_of(name, replaced(SCRIPTS[name].words, sizes), place)
+    assert message is not None and "this run needs about" in message
+    assert any(option in message or "the network's size" in message for option in sizes)
+
+
+def test_a_mesh_on_the_desk_needs_memory_too(place):
+    words = "--task push_green --discretization bb2 --batch-size 2000000000".split()
+    message, _ = end_of("aquaplay", words, place)
+    assert message is not None and "this run needs about" in message and "--batch-size" in message
+
+
 ODD_WORDS = ["--no-such 1", "--seed", "stray", "--quiet=maybe", "--seed 1 more"]
 
 
@@ -409,6 +439,26 @@ def test_odd_datasets(name, root, place):
     check()
 
 
+WRONG_LENGTHS = [
+    ("terminations", "one less"),
+    ("truncations", "two less"),
+    ("actions", "one more"),
+    ("observations", "one less"),
+]
+
+
+@pytest.mark.parametrize("name", WITH_DATA)
+def test_fields_of_the_wrong_length_are_named(name, root, place):
+    words = SCRIPTS[name].words
+    good = dict(zip(words.split()[::2], words.split()[1::2]))["--dataset-id"]
+    for field, how in WRONG_LENGTHS:
+        shutil.rmtree(root / "hostile" / "case", ignore_errors=True)
+        shutil.copytree(root / good, root / CASE)
+        change_dataset(root / CASE / "data", ("field", field, how))
+        message, _ = end_of(name, replaced(words, {"--dataset-id": CASE}), place)
+        assert message is not None and CASE in message, (field, how)
+
+
 # ----------------------------------------------------------------------------------- environments
 
 VALUES = {
@@ -563,6 +613,19 @@ def test_odd_environments(name, place):
     check()
 
 
+@pytest.mark.parametrize("name", WITH_ENVIRONMENT)
+def test_no_time_limit_and_whole_numbers_are_refused(name, place):
+    endless = {"--env-id": "odd_env:Endless-v0"}
+    message, _ = end_of(name, replaced(SCRIPTS[name].words, endless), place)
+    assert message is not None and "no time limit" in message and "--max-episode-steps" in message
+    limited = replaced(SCRIPTS[name].words, {**endless, "--max-episode-steps": "9"})
+    message, args = end_of(name, limited, place)
+    assert message is None and args.max_episode_steps == 9
+    integer = {"--env-id": "odd_env:Odd-v0", "--env-kwargs": '{"kind": "integer"}'}
+    message, _ = end_of(name, replaced(SCRIPTS[name].words, integer), place)
+    assert message is not None and "actions of type int64" in message
+
+
 # ------------------------------------------------------------------------------------------- forks
 
 THREADED = """
@@ -600,8 +663,9 @@ def test_ctrl_c_does_not_reach_the_video(tmp_path, monkeypatch):
     """ffmpeg would end at once; the run itself hears of it afterwards."""
     import aquadqn
 
-    def write(*_: Any, **__: Any) -> None:
+    def write(*_: Any, **__: Any) -> bytes:
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+        return b"video"
 
     monkeypatch.setattr("imageio.v2.mimwrite", write)
     aquadqn.write_video(tmp_path / "videos" / "x.mp4", [], fps=10)

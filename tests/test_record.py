@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -135,6 +136,22 @@ def test_a_recording_that_breaks_off_leaves_no_dataset(agent, recorder, root, mo
     assert list(root.iterdir()) == []
     recorder(*words)
     assert minari.load_dataset("made/reach/agent-v0").total_episodes == 1
+
+
+def test_a_full_disk_is_one_line(agent, recorder, root, monkeypatch, capfd):
+    """Found before HDF5 meets it, which prints pages of tracebacks then."""
+    words = [str(agent), "--dataset-id", "made/reach/agent-v0", "--episodes", "1", "--quiet"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            recorder(*words, "--epsilon", "0.3")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capfd.readouterr().err.strip()
+    assert stopped.value.code == 1 and "free some space" in error
+    assert error.count("\n") == 0 and error.startswith("error: [Errno")
+    assert list(root.iterdir()) == []
 
 
 def test_an_agent_that_never_succeeds_is_not_recorded(agent, recorder, root, monkeypatch, capsys):
@@ -274,7 +291,7 @@ buffer = EpisodeBuffer(
     observations=np.zeros((3, 2), np.float32), actions=np.zeros((2, 2), np.float32), rewards=np.zeros(2),
     terminations=np.zeros(2, bool), truncations=np.array([False, True]), infos={},
 )
-with record.whole_dataset("me/task/data-v0"):
+with record.whole_dataset("me/task/data-v0", [buffer]):
     minari.create_dataset_from_buffers("me/task/data-v0", [buffer], action_space=box, observation_space=box)
     if sys.argv[1] == "kill":
         os._exit(9)
@@ -295,15 +312,62 @@ def place(desk: Desk, thing: str, offset: tuple[float, float, float]) -> None:
     desk.mujoco.mj_forward(desk.model, desk.data)
 
 
+class Finished(Exception):
+    pass
+
+
+def play_once(desk: Desk, way: str, seed: int, thing: str | None = None) -> Iterator[Player]:
+    """The player after every step of one thing that it does."""
+
+    def finish() -> None:
+        raise Finished
+
+    player = Player(desk, np.random.default_rng(seed))
+    player.pace, player.thing, player.choose = 0.9, thing, finish
+    player.play = getattr(player, way)()
+    with contextlib.suppress(Finished):
+        while True:
+            desk.step(player.act())
+            yield player
+
+
 def test_the_player_presses_a_button(desk):
     desk.reset(seed=1)
-    player, lit = Player(desk, np.random.default_rng(0)), False
-    player.pace, player.play = 1.0, player.press("green_button")
-    player.choose = lambda: itertools.repeat((player.tip(), 0.0, player.EAST))
-    for _ in range(450):
-        desk.step(player.act())
-        lit = lit or desk.reward_and_success("push_green")[1]
-    assert lit and not desk.reward_and_success("push_green")[1]  # and lets go of it
+    buttons, lit = ["push_red", "push_green", "push_blue"], []
+    for _ in play_once(desk, "press", seed=0):
+        lit.append([desk.reward_and_success(button)[1] for button in buttons])
+    assert np.any(lit) and not np.any(lit[-1])  # and lets go of it
+
+
+@pytest.mark.parametrize("way, joint", [("move_drawer", 9), ("move_slide", 10)])
+def test_the_player_moves_what_has_a_handle(desk, way, joint):
+    moved = []
+    for seed in range(3):
+        desk.reset(seed=seed)
+        before = desk.data.qpos[joint]
+        moved.append(max(abs(desk.data.qpos[joint] - before) for _ in play_once(desk, way, seed)))
+    assert max(moved) > {"move_drawer": 0.05, "move_slide": 0.2}[way], moved
+
+
+@pytest.mark.parametrize("thing", Desk.OBJECTS)
+def test_the_player_shoves_everything(desk, thing):
+    moved = []
+    for seed in range(3):
+        desk.reset(seed=seed)
+        for _ in play_once(desk, "shove", seed, thing):
+            pass
+        moved.append(np.linalg.norm(desk.places[thing] - desk.origins[thing]))
+    assert sum(distance > 0.1 for distance in moved) >= 2, moved
+
+
+def test_the_player_straightens_a_hand_that_points_to_a_side(desk):
+    desk.reset(seed=0)
+    desk.data.qpos[:7] = [-0.47, 0.69, 0.12, -1.4, 1.39, -0.84, 2.2]
+    desk.mujoco.mj_forward(desk.model, desk.data)
+    before = Player(desk, np.random.default_rng(0))
+    assert before.crooked() and before.sideways() < -0.8
+    *_, player = play_once(desk, "straighten", seed=0)
+    assert abs(player.sideways()) < 0.6
 
 
 @pytest.mark.parametrize("thing", Desk.OBJECTS)
@@ -321,15 +385,8 @@ def test_the_player_lifts_what_it_can_grasp(thing):
                 np.sin(0.65),
             ]  # about the vertical
             desk.mujoco.mj_forward(desk.model, desk.data)
-        player = Player(desk, np.random.default_rng(100 + seed))
-        player.pace, player.play, player.choose = (
-            0.9,
-            player.carry(thing),
-            partial(player.stay, 1000, -1),
-        )
         before, highest = desk.places[thing][2], 0.0
-        for _ in range(700):
-            desk.step(player.act())
+        for _ in play_once(desk, "carry", 100 + seed, thing):
             highest = max(highest, desk.places[thing][2] - before)
         heights.append(highest)
     assert sum(height > 0.02 for height in heights) >= 2, heights

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import h5py
@@ -16,6 +17,7 @@ from gymnasium.utils.env_checker import check_env
 from numpy.testing import assert_array_equal
 
 import aquadqn
+import aquagail
 from aquadqn import Args, UserError
 
 ENV, DATASET = "tiny_env:Reach-v0", "tiny/reach/expert-v0"
@@ -211,8 +213,12 @@ def test_fresh_states_are_reported_apart(trained, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------ wrapper
 
 
-def test_the_wrapper_is_a_good_environment(trained):
-    env = aquadqn.CandidateActions(gym.make(ENV), trained)
+WRAPPERS = pytest.mark.parametrize("module", [aquadqn, aquagail], ids=["aquadqn", "aquagail"])
+
+
+@WRAPPERS
+def test_the_wrapper_is_a_good_environment(module, trained):
+    env = module.CandidateActions(gym.make(ENV), trained)
     check_env(env, skip_render_check=True)
     again = gym.make(env.spec)
     assert again.action_space == env.action_space
@@ -222,8 +228,9 @@ def test_the_wrapper_is_a_good_environment(trained):
         assert_array_equal(env.step(index)[0], again.step(index)[0])
 
 
-def test_the_wrapper_refuses_what_is_no_candidate(trained):
-    env = aquadqn.CandidateActions(gym.make(ENV), trained)
+@WRAPPERS
+def test_the_wrapper_refuses_what_is_no_candidate(module, trained):
+    env = module.CandidateActions(gym.make(ENV), trained)
     with pytest.raises(gym.error.ResetNeeded):
         env.step(0)
     env.reset(seed=0)
@@ -359,7 +366,35 @@ def test_a_full_disk_at_the_replay_or_the_log_harms_nothing(
     same_numbers(stopped, trained)
 
 
+def test_a_video_is_whole_or_not_there(here):
+    frames = [np.zeros((64, 64, 3), np.uint8)] * 3
+    path = here / "videos" / "step_1.mp4"
+    path.parent.mkdir()
+    (here / "videos" / "step_1.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        aquadqn.write_video(path, frames, fps=10)
+    assert not list(path.parent.iterdir())
+    aquadqn.write_video(path, frames, fps=10)
+    assert path.stat().st_size > 100
+
+
+def test_a_full_disk_is_a_full_disk_wherever_it_is_met():
+    with pytest.raises(OSError, match="No space left"), aquadqn.as_user_error("cannot write"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
 # ---------------------------------------------------------------------------------- damaged folders
+
+
+def test_a_file_system_without_locks_is_said(here, monkeypatch, capsys):
+    def no_locks(*_) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.undo()
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    run = SimpleNamespace(folder=here)
+    assert aquadqn.Run.lock_folder(run).name == str(here / "lock")
+    assert "No locks available" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

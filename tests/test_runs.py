@@ -101,6 +101,31 @@ def test_a_run_leaves_everything_behind(finished):
     assert not list(finished.glob("*.partial"))
 
 
+def test_what_is_compiled_serves_the_next_run_with_the_same_bits(finished, tmp_path):
+    home = {**environment(), "HOME": str(tmp_path)}
+    for name in [name for name in home if name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))]:
+        del home[name]
+    written = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        done = subprocess.run(
+            command(*FAST, "--quiet"),
+            cwd=tmp_path / name,
+            env=home,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        kept = (tmp_path / ".cache" / "aquadem").rglob("*-cache")
+        written.append(sorted(path.name for path in kept))
+    assert written[0] and written[0] == written[1]
+    for name in ("agent.npz", "candidates.npz"):
+        for ours, theirs in zip(
+            arrays(only_run(tmp_path / "second") / name), arrays(finished / name)
+        ):
+            assert_array_equal(ours, theirs)
+
+
 def tensorboard_events(run: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -239,7 +239,13 @@ def random_replay(seed: int, count: int = 64) -> sac.Replay:
 
 def make_agent(args: sac.Args, key: jax.Array) -> sac.SACState:
     agent, _ = sac.init_agent(
-        sac.Actor(DIM), sac.TwinCritic(), optax.adam(args.learning_rate), key, args, OBS
+        sac.Actor(DIM),
+        sac.TwinCritic(),
+        optax.adam(args.learning_rate),
+        key,
+        args,
+        OBS,
+        reference(),
     )
     return agent
 

@@ -10,17 +10,18 @@ aquadqn.py (--resume too); averages.csv in the folder has the success of every d
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import aquadqn
 
 DECAYS = (0.0, 0.99, 0.999, 0.9998)
-one_average = aquadqn.averaged
 init_one = aquadqn.init_agent
 make_one_policy = aquadqn.make_policy
 evaluate_one = aquadqn.evaluate
@@ -33,9 +34,8 @@ def init_agent(*inputs: Any) -> tuple:
     return agent._replace(average_params=copies), key
 
 
-def averaged(averages: dict, params: Any, decay: float) -> dict:
-    snapshot = {0.0: params}
-    return snapshot | {d: one_average(averages[d], params, d) for d in DECAYS if d}
+def incremental_update(params: Any, averages: dict, _: float) -> dict:
+    return {d: optax.incremental_update(params, averages[d], 1.0 - d) for d in DECAYS}
 
 
 class Selected:
@@ -70,7 +70,7 @@ def report(run: Any, step: int, results: dict, params: dict, envs: list) -> None
 
 if __name__ == "__main__":
     aquadqn.init_agent = init_agent
-    aquadqn.averaged = averaged
+    aquadqn.optax = SimpleNamespace(**vars(optax) | {"incremental_update": incremental_update})
     aquadqn.make_policy = make_policy
     aquadqn.evaluate = evaluate
     aquadqn.AgentRun.report = report
