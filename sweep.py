@@ -41,6 +41,9 @@ import tyro
 SCRIPTS = Path(__file__).resolve().parent
 POLL_SECONDS = 0.5  # between looks at a trial's evaluations.csv
 SECONDS_BETWEEN_LINES = 5  # of the live table
+LAST_STEP = (
+    2**31 - 1
+)  # that a script takes; asha compares trials at 4, 16, 64 ... times the grace period too
 SHORTEST_GRACE = 50_000  # environment steps: success on Door is near zero until 30k even for the best configurations
 # A worker on another machine has an environment of its own.
 PASSED_ON = ("PYTHONPATH", "MINARI_DATASETS_PATH", "MUJOCO_GL")
@@ -293,7 +296,8 @@ class SearchArgs(RunArgs):
     """Configurations drawn uniformly from the algorithm's table, and the selection of the appendix."""
 
     values: tuple[str, ...] = ()
-    """what to search over instead of the appendix's table: temperature=0.001,0.01 num_actions=10,20"""
+    """what to search over instead of the appendix's table, as temperature=0.001,0.01 num_actions=10,20; a value
+    can be the name of another one: temperature_start=temperature,0.1 is a constant temperature, or one from 0.1"""
 
     num_samples: int = 1000
     """configurations for every environment"""
@@ -357,6 +361,7 @@ def trial_words(
     for name, value in values.items():
         choice = TABLES.get(algorithm, {}).get(name)
         arguments = choice.arguments if choice and choice.arguments else (name,)
+        value = values.get(value, value)  # a value may be another hyperparameter's name
         for argument in arguments:
             words += argument_words(argument, value)
     return [*words, *passed_on, "--quiet"]
@@ -400,44 +405,34 @@ def searched_table(args: SearchArgs, passed_on: Sequence[str]) -> dict[str, Choi
     return kept
 
 
-def make_plan(args: SeedsArgs | SearchArgs, passed_on: list[str]) -> dict[str, Any]:
+def values_of_trials(
+    args: SeedsArgs | SearchArgs, table: dict[str, Choice], rng: random.Random
+) -> list[dict[str, Any]]:
+    """What the trials of one environment differ in."""
     if isinstance(args, SeedsArgs):
-        table = {}
-        draws = [{"seed": seed} for seed in range(1, args.num_seeds + 1)]
-        pairs = [(env_id, values) for env_id in args.env_id for values in draws]
-    else:
-        table = searched_table(args, passed_on)
-        rng = random.Random(args.search_seed)
-        pairs = []
-        for env_id in args.env_id:
-            for _ in range(args.num_samples):
-                pairs.append(
-                    (env_id, {name: rng.choice(choice.values) for name, choice in table.items()})
-                )
+        return [{"seed": seed} for seed in range(1, args.num_seeds + 1)]
+    return [
+        {name: rng.choice(choice.values) for name, choice in table.items()}
+        for _ in range(args.num_samples)
+    ]
+
+
+def make_plan(args: SeedsArgs | SearchArgs, passed_on: list[str]) -> dict[str, Any]:
+    table = {} if isinstance(args, SeedsArgs) else searched_table(args, passed_on)
+    rng = random.Random(getattr(args, "search_seed", 0))
     trials = []
-    for env_id, values in pairs:
-        words = trial_words(args.algorithm, env_id, values, passed_on)
-        trials.append({"env_id": env_id, "values": values, "words": words})
+    for env_id in args.env_id:
+        for values in values_of_trials(args, table, rng):
+            words = trial_words(args.algorithm, env_id, values, passed_on)
+            trials.append({"env_id": env_id, "values": values, "words": words})
     settings = dataclasses.asdict(args)
     settings["storage_path"] = None  # the folder that has this file, wherever it is
-    variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    searched = {name: choice.values for name, choice in table.items()}
-    last_step = asked_last_step(passed_on)
     return {
         "settings": settings,
-        "environment": variables,
-        "searched": searched,
-        "last_step": last_step,
+        "environment": {name: os.environ[name] for name in PASSED_ON if name in os.environ},
+        "searched": {name: choice.values for name, choice in table.items()},
         "trials": trials,
     }
-
-
-def asked_last_step(passed_on: Sequence[str]) -> int:
-    """Where asha expects a trial to end: --total-timesteps, or its default, which all scripts share."""
-    for flag, value in zip(passed_on, passed_on[1:]):
-        if flag.replace("_", "-") == "--total-timesteps" and value.isdigit():
-            return int(value)
-    return 1_000_000
 
 
 def check_run_args(args: SeedsArgs | SearchArgs) -> None:
@@ -742,15 +737,12 @@ def selection_lines(title: str, trials: Sequence[Trial], plan: dict[str, Any]) -
     algorithm = plan["settings"]["algorithm"]
     mode = plan["settings"]["mode"]
     scored = sum(trial.score is not None for trial in trials)
-    heads = (
-        "hyperparameter, selected, margin, the paper's, average of the better half (configurations)"
-    )
     lines = [
         f"## {title}",
         "",
         f"{scored} of {len(trials)} configurations counted.",
         "",
-        f"| {heads.replace(',', ' |')} |",
+        "| hyperparameter | selected | margin | the paper's | mean of the better half (configurations) |",
         "|---|---|---|---|---|",
     ]
     for name, values in plan["searched"].items():
@@ -783,12 +775,13 @@ def draw_histograms(
     scores = [trial.score for trial in trials if trial.score is not None] + rates
     bins = np.linspace(min(scores, default=0.0), max(scores, default=1.0), 21)
     for axis, judgement in zip(axes, judge(trials, name, values, plan["settings"]["mode"])):
-        axis.hist(scores_of(trials, name, judgement.value), bins=bins, color="#0072B2")
+        heading = f"{judgement.value} ({judgement.trials})"
         if judgement.trials:
-            label = f"better half: {judgement.average:.3f}"
-            axis.axvline(judgement.average, color="#D55E00", label=label)
-            axis.legend(fontsize="small")
-        axis.set(title=f"{judgement.value} ({judgement.trials})", xlabel=metric)
+            axis.hist(scores_of(trials, name, judgement.value), bins=bins, color="#0072B2")
+            axis.axvline(judgement.average, color="#D55E00")
+            heading += f"\nbetter half: {judgement.average:.3f}"
+        axis.set_title(heading, fontsize="medium")
+        axis.set_xlabel(metric)
     axes[0].set_ylabel("configurations")
     figure.suptitle(f"{title}: {name}")
     figure.savefig(path, dpi=100)
@@ -858,7 +851,9 @@ def report(folder: Path) -> None:
         written = "sweep.csv, selection.md and histograms"
     for line in summary_lines(rows, plan["settings"]):
         print(line)
-    print(f"written to {folder}: {written}; curves: python plot.py {folder}/trials/*/runs/*")
+    print(f"written to {folder}: {written}")
+    if not plan["searched"]:
+        print(f"curves, the median over seeds: python plot.py {folder}/trials/*/runs/*")
 
 
 # --------------------------------------------------------------------------------------------------------- driver
@@ -890,22 +885,56 @@ def cause_of_death(trial: Any) -> str:
     return (errors or lines)[-1].split(". ")[0].rstrip(" :")
 
 
+@dataclasses.dataclass
+class Progress:
+    """What the live table knows."""
+
+    total: int
+    mode: str
+    ended: dict[int, str] = dataclasses.field(default_factory=dict)  # trial -> status
+    scores: dict[int, float] = dataclasses.field(default_factory=dict)
+    seconds: list[float] = dataclasses.field(default_factory=list)  # that trials took
+    slots: int = 1  # trials at a time, as far as seen
+
+    def line(self, running: int, given_up: int) -> str:
+        self.slots = max(self.slots, running)
+        failed = list(self.ended.values()).count("failed")
+        unended = self.total - len(self.ended) - given_up
+        line = f"{running} running, {unended - running} waiting"
+        line += f", {len(self.ended) - failed} done, {failed} failed"
+        if given_up:
+            line += f", {given_up} given up"
+        finite = {index: score for index, score in self.scores.items() if np.isfinite(score)}
+        if finite:
+            best_of = max if self.mode == "max" else min
+            best = best_of(finite, key=finite.get)
+            line += f"; best {finite[best]:.3f} (trial {best:05d})"
+        if self.seconds and unended:
+            left = unended / self.slots * float(np.mean(self.seconds))
+            line += f"; about {left / 60:.0f} min left"
+        return line
+
+
 def make_live_table(folder: Path, plan: dict[str, Any]) -> Any:
     """Tune's callback: a line when something has changed, at most one every few seconds."""
     from ray import tune
 
     settings = plan["settings"]
-    best_of = max if settings["mode"] == "max" else min
 
     class LiveTable(tune.Callback):
         def setup(self, **_: Any) -> None:
-            rows = read_sweep(folder, plan)  # a restored sweep has ended trials and scores already
-            self.ended = {row.index: row.status for row in rows if row.status in ENDED}
-            self.scores = {row.index: row.score for row in rows if row.score is not None}
+            self.progress = Progress(len(plan["trials"]), settings["mode"])
+            for row in read_sweep(folder, plan):  # of a restored sweep some have ended already
+                self.note(row)
             self.started: dict[int, float] = {}
-            self.seconds: list[float] = []  # of the trials that were begun and ended here
             self.printed = 0.0
             self.shown = ""
+
+        def note(self, row: Row) -> None:
+            if row.status in ENDED:
+                self.progress.ended[row.index] = row.status
+            if row.score is not None:
+                self.progress.scores[row.index] = row.score
 
         def on_trial_start(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
             self.started.setdefault(trial.config["trial"], time.monotonic())
@@ -914,20 +943,18 @@ def make_live_table(folder: Path, plan: dict[str, Any]) -> Any:
             self, iteration: int, trials: list, trial: Any, result: dict, **_: Any
         ) -> None:
             if settings["metric"] in result:
-                self.scores[trial.config["trial"]] = result[settings["metric"]]
+                self.progress.scores[trial.config["trial"]] = result[settings["metric"]]
 
         def on_trial_complete(self, iteration: int, trials: list, trial: Any, **_: Any) -> None:
             index = trial.config["trial"]
             if index in self.started:
-                self.seconds.append(time.monotonic() - self.started[index])
+                self.progress.seconds.append(time.monotonic() - self.started[index])
             trial_path = trial_folder(folder, index)
             if settings["scheduler"] == "asha" and not has_ended(trial_path):
                 stopped = {"exit_code": None, "error": "stopped by asha", "scalars": {}}
                 write_json(trial_path / "outcome.json", stopped)
             row = read_trial(folder, index, plan)
-            self.ended[index] = row.status
-            if row.score is not None:
-                self.scores[index] = row.score
+            self.note(row)
             if row.status == "failed":
                 print(f"trial {index:05d} failed: {row.error}", flush=True)
 
@@ -947,29 +974,15 @@ def make_live_table(folder: Path, plan: dict[str, Any]) -> Any:
             self.show(trials)
 
         def show(self, trials: list) -> None:
-            line = self.line(trials)
+            alive = [trial for trial in trials if trial.config["trial"] not in self.progress.ended]
+            line = self.progress.line(
+                running=sum(trial.status == "RUNNING" for trial in alive),
+                given_up=sum(trial.status == "ERROR" for trial in alive),
+            )
             if line != self.shown:
                 print(time.strftime("%H:%M:%S"), line, flush=True)
                 self.shown = line
                 self.printed = time.monotonic()
-
-        def line(self, trials: list) -> str:
-            alive = [trial for trial in trials if trial.config["trial"] not in self.ended]
-            running = sum(trial.status == "RUNNING" for trial in alive)
-            dead = sum(trial.status == "ERROR" for trial in alive)
-            failed = list(self.ended.values()).count("failed")
-            unended = len(plan["trials"]) - len(self.ended) - dead
-            line = f"{running} running, {unended - running} waiting"
-            line += f", {len(self.ended) - failed} done, {failed} failed"
-            line += f", {dead} given up" if dead else ""
-            finite = {index: score for index, score in self.scores.items() if np.isfinite(score)}
-            if finite:
-                best = best_of(finite, key=finite.get)
-                line += f"; best {finite[best]:.3f} (trial {best:05d})"
-            if self.seconds and running:
-                left = unended / running * float(np.mean(self.seconds))
-                line += f"; about {left / 60:.0f} min left"
-            return line
 
     return LiveTable()
 
@@ -998,7 +1011,7 @@ def make_tuner(ray: Any, folder: Path, plan: dict[str, Any]) -> Any:
             metric=settings["metric"],
             mode=settings["mode"],
             grace_period=settings["grace_period"],
-            max_t=max(settings["grace_period"], plan["last_step"]),
+            max_t=LAST_STEP,
         )
     return tune.Tuner(
         trainable,
@@ -1033,9 +1046,9 @@ def run_sweep(folder: Path, address: str | None) -> int:
     """Runs what has not ended yet; returns the exit code."""
     ray = import_ray()
     plan = load_plan(folder)
-    connect(ray, address or plan["settings"]["address"])
     given_up = 0
     try:
+        connect(ray, address or plan["settings"]["address"])
         given_up = make_tuner(ray, folder, plan).fit().num_errors  # Ctrl-C ends fit() early
     except KeyboardInterrupt:
         print("stopped at once", file=sys.stderr)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,12 +138,9 @@ def search_args(algorithm: str = "aquadqn", **changes) -> sweep.SearchArgs:
 
 
 def test_configurations_are_drawn_from_the_table_and_what_is_given_is_not_searched():
-    plan = sweep.make_plan(
-        search_args(num_samples=300), ["--learning-rate", "0.5", "--total-timesteps", "200000"]
-    )
+    plan = sweep.make_plan(search_args(num_samples=300), ["--learning-rate", "0.5"])
     assert "learning_rate" not in plan["searched"]
     assert "candidate_learning_rate" in plan["searched"]
-    assert plan["last_step"] == 200_000
     for name, values in plan["searched"].items():
         drawn = [each["values"][name] for each in plan["trials"]]
         assert set(drawn) == set(values)
@@ -196,10 +194,14 @@ TINY = """--dataset-id tiny/reach/expert-v0 --candidate-steps 1500 --total-times
 def start_sweep(folder: Path, *words: str, **variables: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), **variables}
     environment.setdefault("RAY_worker_niceness", "0")
-    command = [sys.executable, str(ROOT / "sweep.py"), *words]
-    pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        [sys.executable, str(ROOT / "sweep.py"), *words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # Ctrl-C in a terminal reaches all of them, but not pytest
     )
 
 
@@ -208,32 +210,30 @@ def read_table(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def kill_after_a_checkpoint(trial: Path, driver: subprocess.Popen) -> None:
+def wait_for_a_checkpoint(trial: Path, driver: subprocess.Popen) -> None:
     deadline = time.monotonic() + 900
     while not list(trial.glob("runs/*/state.npz")):
         assert driver.poll() is None, driver.communicate()
         assert time.monotonic() < deadline, "the trial wrote no checkpoint"
         time.sleep(0.01)
-    _, _, pid = (trial / "attempts.txt").read_text().split()
-    os.kill(int(pid), signal.SIGKILL)
+
+
+def pid_of(trial: Path) -> int:
+    return int((trial / "attempts.txt").read_text().split()[-1])
+
+
+def tiny_seeds(folder: Path) -> list[str]:
+    where = ["--env-id", "tiny_env:Reach-v0", "--storage-path", str(folder)]
+    return ["seeds", "aquadqn", *where, "--num-seeds", "2"]
 
 
 @needs_ray
 def test_a_sweep_with_a_killed_trial_loses_nothing(datasets, tmp_path):
     folder = tmp_path / "sweep"
-    words = [
-        "--env-id",
-        "tiny_env:Reach-v0",
-        "--num-seeds",
-        "2",
-        "--max-concurrent",
-        "2",
-        "--storage-path",
-        str(folder),
-    ]
-    driver = start_sweep(tmp_path, "seeds", "aquadqn", *words, "--", *TINY)
+    driver = start_sweep(tmp_path, *tiny_seeds(folder), "--max-concurrent", "2", "--", *TINY)
     killed = sweep.trial_folder(folder, 0)
-    kill_after_a_checkpoint(killed, driver)
+    wait_for_a_checkpoint(killed, driver)
+    os.kill(pid_of(killed), signal.SIGKILL)
     output, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, output
     rows = read_table(folder)
@@ -255,6 +255,60 @@ def test_a_sweep_with_a_killed_trial_loses_nothing(datasets, tmp_path):
             assert our_arrays.files == their_arrays.files
             for key in our_arrays.files:
                 np.testing.assert_array_equal(our_arrays[key], their_arrays[key])
+
+
+@needs_ray
+def test_after_ctrl_c_nothing_is_lost_and_nothing_repeated(datasets, tmp_path):
+    folder = tmp_path / "sweep"
+    driver = start_sweep(tmp_path, *tiny_seeds(folder), "--max-concurrent", "1", "--", *TINY)
+    first, second = (sweep.trial_folder(folder, index) for index in range(2))
+    wait_for_a_checkpoint(second, driver)
+    os.killpg(driver.pid, signal.SIGINT)
+    output, _ = driver.communicate(timeout=900)
+    assert driver.returncode == 130, output
+    continued = f"1 trials have not ended; continue with: python sweep.py restore {folder}\n"
+    assert output.endswith(continued)
+    assert [row["status"] for row in read_table(folder)] == ["done", "started"]
+    ended = (first / "outcome.json").stat().st_mtime_ns
+
+    driver = start_sweep(tmp_path, "restore", str(folder))
+    output, _ = driver.communicate(timeout=900)
+    assert driver.returncode == 0, output
+    rows = read_table(folder)
+    assert [row["status"] for row in rows] == ["done", "done"]
+    assert [row["step"] for row in rows] == ["600", "600"]
+    assert [row["attempts"] for row in rows] == ["1", "2"]
+    assert (first / "outcome.json").stat().st_mtime_ns == ended
+
+
+@needs_ray
+def test_asha_stops_the_worse_trial_after_the_grace_period(datasets, tmp_path):
+    """The second trial has shorter episodes, where longer ones count as better."""
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    args = sweep.SeedsArgs(
+        "aquadqn",
+        ["tiny_env:Reach-v0"],
+        num_seeds=2,
+        max_concurrent=1,
+        scheduler="asha",
+        grace_period=400,  # the command line refuses one as short as this
+        metric="episodic_length",
+    )
+    plan = sweep.make_plan(args, TINY)
+    endless = ["--max-episode-steps", "2", "--total-timesteps", "1000000"]
+    plan["trials"][1]["words"] += endless
+    plan["environment"]["PYTHONPATH"] = str(ROOT / "tests")
+    sweep.write_json(folder / "sweep.json", plan)
+    driver = start_sweep(tmp_path, "restore", str(folder))
+    output, _ = driver.communicate(timeout=900)
+    assert driver.returncode == 0, output
+    rows = read_table(folder)
+    assert [row["status"] for row in rows] == ["done", "stopped"], output
+    assert rows[0]["step"] == "600"
+    assert int(rows[1]["step"]) >= 400
+    assert rows[1]["error"] == "stopped by asha"
+    assert not Path(f"/proc/{pid_of(sweep.trial_folder(folder, 1))}").exists()
 
 
 @needs_ray
@@ -285,6 +339,27 @@ def test_without_ray_one_line_says_what_to_install(tmp_path, monkeypatch, capsys
     words = ["seeds", "aquadqn", "--env-id", "Env-v0", "--storage-path", tmp_path / "sweep"]
     assert run_here(monkeypatch, capsys, *words) == (2, f"error: {sweep.INSTALL_RAY}\n")
     assert not (tmp_path / "sweep").exists()
+
+
+def test_ctrl_c_while_ray_starts_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "import_ray", lambda: SimpleNamespace(shutdown=lambda: None))
+    monkeypatch.setattr(sweep, "connect", interrupted)
+    code, error = run_here(monkeypatch, capsys, *tiny_seeds(tmp_path / "sweep"))
+    assert code == 130
+    assert f"continue with: python sweep.py restore {tmp_path / 'sweep'}" in error
+
+
+def test_jax_is_imported_in_the_trials_process_only(tmp_path):
+    """Not by what the driver and its workers do: importing Ray, reading TensorBoard's files."""
+    program = ["import sys", "from pathlib import Path", "import sweep"]
+    if importlib.util.find_spec("ray"):
+        program += ["sweep.import_ray()"]
+    program += ["sweep.last_scalars(Path(sys.argv[1]), ['a/b'])", "sys.exit('jax' in sys.modules)"]
+    command = [sys.executable, "-c", "\n".join(program), str(tmp_path)]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
 
 
 def test_what_is_wrong_is_said_in_one_line(tmp_path, monkeypatch, capsys):

@@ -29,6 +29,19 @@ def test_a_search_over_values_of_ones_own():
     assert words[words.index("--temperature-start") + 1] in ("None", "0.001", "1")
 
 
+def test_a_value_can_be_that_of_another_hyperparameter():
+    """As a start temperature equal to the temperature: it is constant."""
+    values = ("temperature=0.001,0.01", "temperature-start=temperature,None")
+    plan = sweep.make_plan(search_args(values=values), [])
+    assert plan["searched"]["temperature_start"] == ("temperature", None)
+    for trial in plan["trials"]:
+        words = trial["words"]
+        temperature = words[words.index("--temperature") + 1]
+        start = words[words.index("--temperature-start") + 1]
+        constant = trial["values"]["temperature_start"] == "temperature"
+        assert start == (temperature if constant else "None")
+
+
 @pytest.mark.parametrize("values", ["temperature", "temperature=", "=1,2"])
 def test_values_that_are_none_are_refused(values):
     with pytest.raises(sweep.UserError, match="give name=value"):
@@ -128,3 +141,47 @@ def test_a_tensorboard_tag_is_the_score(tmp_path, capsys):
 def test_asha_needs_a_curve():
     with pytest.raises(sweep.UserError, match="asha needs a column"):
         sweep.check_run_args(search_args(metric=TAG, scheduler="asha"))
+
+
+def test_a_line_of_the_live_table():
+    progress = sweep.Progress(
+        total=12,
+        mode="min",
+        ended={0: "done", 1: "failed", 2: "stopped"},
+        scores={0: 0.5, 2: float("nan"), 3: 0.25},
+        seconds=[500.0, 700.0],
+    )
+    progress.line(running=2, given_up=1)
+    left = "about 40 min left"  # 8 trials of 10 minutes, two at a time, though one has just ended
+    assert progress.line(running=1, given_up=1) == (
+        f"1 running, 7 waiting, 2 done, 1 failed, 1 given up; best 0.250 (trial 00003); {left}"
+    )
+
+
+def test_a_trial_is_held_to_its_cores(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one=1")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    plan = sweep.make_plan(search_args(), [])
+    variables = sweep.trial_environment(plan)
+    assert {variables[name] for name in sweep.THREAD_LIMITS} == {"1"}
+    assert variables["XLA_FLAGS"] == "--xla_one=1 --xla_cpu_multi_thread_eigen=false"
+    assert variables["JAX_PLATFORMS"] == "cpu"
+    assert variables["PYTHONPATH"] == "/elsewhere"
+    four_cores = sweep.make_plan(search_args(cpus_per_trial=4, gpus_per_trial=0.5), [])
+    variables = sweep.trial_environment(four_cores)
+    assert {variables[name] for name in sweep.THREAD_LIMITS} == {"4"}
+    assert variables["XLA_FLAGS"] == "--xla_one=1"
+    assert "JAX_PLATFORMS" not in variables
+    assert variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.45"
+
+
+@pytest.mark.parametrize("kind", ["seeds", "search"])
+def test_only_seeds_are_averaged_in_a_plot(kind, tmp_path, capsys):
+    """plot.py draws the median over runs that differ in nothing but their seed."""
+    args = sweep.SeedsArgs("aquadqn", ["Env-v0"], num_seeds=2)
+    if kind == "search":
+        args = search_args()
+    sweep.write_json(tmp_path / "sweep.json", sweep.make_plan(args, []))
+    sweep.report(tmp_path)
+    assert ("plot.py" in capsys.readouterr().out) == (kind == "seeds")
