@@ -1,9 +1,9 @@
 """How fast these scripts are beside the libraries that one would use instead, on the same work, in turn, in one run.
 
-    python benchmarks/peers.py                          # every row, about 20 minutes on two idle cores
+    python benchmarks/peers.py                          # every row, about 15 minutes on two idle cores
     python benchmarks/peers.py --rows dqn sac           # some of them
     python benchmarks/peers.py --scale 0.02 --rounds 1  # does everything start? (its numbers mean nothing)
-    python benchmarks/peers.py --install-only           # makes the peers' virtual environments, 8 GB
+    python benchmarks/peers.py --install-only           # makes the peers' virtual environments, 6 GB
 
 The peers live in virtual environments of their own (--cache); nothing of them is in requirements.txt, and what cannot
 be installed is left out with the reason. Each side of a row is a process that stays alive and does a number of steps
@@ -38,9 +38,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCH = "torch==2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 MUJOCO = ["gymnasium[mujoco]==1.4.0", "gymnasium-robotics==1.4.2", "mujoco==3.17.0"]
+TRANSPORT = ["POT==0.9.7.post1", "geomloss==0.3.1", "h5py"]
 ENVIRONMENTS = {  # PyTorch comes first and without CUDA; the rest then has what it needs of it
-    "sb": [TORCH, "sbx-rl==0.28.0", "stable-baselines3==2.9.2", *MUJOCO],
-    "ot": [TORCH, "POT==0.9.7.post1", "geomloss==0.3.1", "h5py"],
+    "sb": [TORCH, "sbx-rl==0.28.0", "stable-baselines3==2.9.2", *MUJOCO, *TRANSPORT],
     "imitation": [TORCH, "imitation==1.0.1"],
     "d3rlpy": [TORCH, "d3rlpy==2.8.1"],
     "envpool": ["envpool==1.2.5", *MUJOCO],
@@ -767,7 +767,7 @@ SAC, BC, CQL = "sac_baselines.py", "bc_mdn.py bc", "aquacql.py"
 ROWS = {
     "dqn": Row(
         "DQN on Door with 10 fixed actions, 512-512-256, batch 256, one update per step",
-        600,
+        320,
         [
             ours(DQN, our_dqn, q_loss="dqn", n_step=1, ema_decay=0.0),
             ours(M_DQN, our_dqn, q_loss="munchausen"),  # three-step returns and the average too
@@ -781,7 +781,7 @@ ROWS = {
     ),
     "sac": Row(
         "SAC on HalfCheetah-v5, 256-256, batch 256, one update per step",
-        600,
+        400,
         [
             ours(SAC, our_sac),
             side("SBX", "sb", their_sac, SAC, JAX, library="sbx"),
@@ -833,16 +833,16 @@ ROWS = {
     ),
     "sinkhorn": Row(
         "Sinkhorn distance, 2000 x 2000 points, 39 dimensions, same accuracy",
-        1,
+        2,
         [
             ours("bc_mdn.py", our_sinkhorn),
-            side("POT", "ot", pot_sinkhorn, "bc_mdn.py", PYTORCH),
-            side("geomloss", "ot", geomloss_sinkhorn, "bc_mdn.py", PYTORCH),
+            side("POT", "sb", pot_sinkhorn, "bc_mdn.py", PYTORCH),
+            side("geomloss", "sb", geomloss_sinkhorn, "bc_mdn.py", PYTORCH),
         ],
     ),
     "desk": Row(
         "RoboDesk's desk, random actions",
-        1500,
+        3000,
         [
             ours("robodesk_env.py", our_desk),
             side("robodesk without its image", "desk", their_desk, "robodesk_env.py", None),
@@ -850,7 +850,7 @@ ROWS = {
     ),
     "adroit": Row(
         "AdroitHandDoor-v1, random actions",
-        2000,
+        5000,
         [
             ours("gymnasium-robotics", our_adroit),
             side("EnvPool", "envpool", their_adroit, "gymnasium-robotics", None, count=1),
@@ -899,7 +899,7 @@ def environment_python(name: str, cache: Path) -> Path:
 
 def pip(python: Path, packages: list[str]) -> str:
     """Installs; what went wrong, or nothing."""
-    command = [python, "-m", "pip", "install", "--quiet", *packages]
+    command = [python, "-m", "pip", "install", "--quiet", "--no-compile", *packages]
     result = subprocess.run(command, capture_output=True, text=True)
     errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
     return " ".join(errors or ["pip failed"])[:300] if result.returncode else ""
@@ -950,6 +950,7 @@ class Child:
 
 def measure(row: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Seconds of every side in every round, or why there are none."""
+    started = time.perf_counter()
     steps = max(1, round(ROWS[row].steps * options.scale))
     children: dict[int, Child] = {}
     sides = [{**each._asdict(), "rounds": [], "missing": None} for each in ROWS[row].sides]
@@ -971,7 +972,8 @@ def measure(row: str, options: argparse.Namespace, folder: Path) -> dict[str, An
             children[number] = Child(python, row, number, folder)
             ask(number, ROWS[row].before + steps)
         for i in range(options.rounds):
-            print(f"{row}: round {i + 1} of {options.rounds}", file=sys.stderr)
+            seconds = time.perf_counter() - started
+            print(f"{row}: round {i + 1} of {options.rounds}, {seconds:.0f} s", file=sys.stderr)
             there = [number for number, each in enumerate(sides) if not each["missing"]]
             for number in there if i % 2 == 0 else there[::-1]:
                 sides[number]["rounds"].append(ask(number, steps))
@@ -985,15 +987,16 @@ def measure(row: str, options: argparse.Namespace, folder: Path) -> dict[str, An
 
 def add_ratios(result: dict[str, Any]) -> None:
     """The peer's seconds over ours, round by round."""
-    ours: list[dict[str, float]] = []
     for each in result["sides"]:
         if each["missing"]:
             continue
         seconds = [answer["seconds"] for answer in each["rounds"]]
         each["steps_per_second"] = result["steps"] / statistics.median(seconds)
         if each["beside"]:
-            ours = next(a for a in result["sides"] if a["name"] == each["beside"])["rounds"]
-            each["ratios"] = [theirs / own["seconds"] for theirs, own in zip(seconds, ours)]
+            ours = next(a for a in result["sides"] if a["name"] == each["beside"])
+            if not ours["missing"]:
+                pairs = zip(seconds, ours["rounds"])
+                each["ratios"] = [theirs / own["seconds"] for theirs, own in pairs]
 
 
 def table(results: dict[str, Any]) -> str:
@@ -1072,6 +1075,7 @@ def main() -> None:
             result = measure(row, options, Path(folder))
             add_ratios(result)
             report["rows"][row] = result
+            options.out.write_text(json.dumps(report, indent=1))  # what is measured is not lost
     there = {name: options.cache / name / "bin" / "python" for name in used}
     pythons = {"ours": Path(sys.executable)} | {n: p for n, p in there.items() if p.exists()}
     report["packages"] = {name: packages(python) for name, python in pythons.items()}

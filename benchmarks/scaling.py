@@ -1,6 +1,6 @@
 """How the cost of AQuaDQN grows: candidates, batch, replay, demonstrations, cores, start-up, evaluation.
 
-    python benchmarks/scaling.py [--out docs/results/figures/scaling]   # under 15 minutes on an idle machine
+    python benchmarks/scaling.py [--out docs/results/figures/scaling]   # under 10 minutes on an idle machine
     python benchmarks/scaling.py --quick                                # does everything start?
 
 Writes one CSV file (curve, x, what, value) and one figure with a panel per curve. Random data of Door's sizes; the
@@ -17,11 +17,12 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from speed import milliseconds, random_replay  # which also finds aquadqn
+from speed import env_step, milliseconds, random_replay  # which also finds aquadqn
 
 import aquadqn
 
@@ -46,7 +47,7 @@ def update_ms(args: aquadqn.Args, replay: aquadqn.Replay) -> float:
     """An update of the Q-network."""
     network = aquadqn.QNetwork(args.num_actions)
     optimizer = optax.adam(args.learning_rate)
-    agent, _ = aquadqn.init_agent(network, optimizer, jax.random.PRNGKey(0), args, OBS_DIM)
+    agent, _ = aquadqn.init_agent(network, optimizer, jax.random.PRNGKey(0), OBS_DIM)
     learn = aquadqn.make_update(network, optimizer, args)
 
     def call() -> dict:
@@ -87,6 +88,12 @@ def policy_ms(args: aquadqn.Args, box: Any) -> float:
     return milliseconds(
         lambda: jax.device_get(policy(q_params, params, observation, key, epsilon=0.1)[:2]), 300
     )
+
+
+def environment_ms(env: gym.Env) -> float:
+    """A step of Door with random actions."""
+    env.action_space.seed(0)
+    return env_step(env, [env.action_space.sample() for _ in range(1_000)])
 
 
 def demonstrations(steps: int) -> tuple[jax.Array, jax.Array]:
@@ -159,6 +166,7 @@ def print_parts(cores: int) -> None:
     print(f'"candidate step, ms",{candidate_ms(args, *demonstrations(6729))}')
     print(f'"update, ms",{update_ms(args, random_replay(10_000, OBS_DIM, 10))}')
     print(f'"policy call, ms",{policy_ms(args, env.action_space)}')
+    print(f'"environment step, ms",{environment_ms(env)}')
 
 
 FIRST_UPDATE = """
@@ -291,7 +299,7 @@ def main() -> None:
         add(on_cores(number, options.quick))
     add(start_up(1 if options.quick else 3))
     parts = {point.what: point.value for point in points if point.curve == "cores"}  # of all cores
-    step_ms = parts["update, ms"] + parts["policy call, ms"] + 0.4  # and an environment step
+    step_ms = parts["update, ms"] + parts["policy call, ms"] + parts["environment step, ms"]
     add(evaluation_share(step_ms, 2 if options.quick else 30))
     with options.out.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.writer(file)
