@@ -56,10 +56,5 @@ def test_every_figure_and_table_names_its_command(path):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_picture_exists(path):
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)|<img src=\"([^\"]+)\"", path.read_text())
-    assert (
-        pictures
-        and [
-            name for pair in pictures for name in pair if name and not (path.parent / name).exists()
-        ]
-        == []
-    )
+    names = [name for pair in pictures for name in pair if name]
+    assert [name for name in names if not (path.parent / name).exists()] == []

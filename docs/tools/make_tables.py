@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/RESULTS.md and demos/README.md from docs/results.
+"""Writes the tables of README.md, demos/README.md and the pages in docs/ from docs/results.
 
     python docs/tools/make_tables.py
 
@@ -15,7 +15,14 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[2]
 CURVES, LOGS = ROOT / "docs" / "results" / "curves", ROOT / "docs" / "results" / "logs"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "RESULTS.md", ROOT / "demos" / "README.md"]
+SWEEPS = ROOT / "docs" / "results" / "sweeps"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "RESULTS.md",
+    ROOT / "docs" / "choices.md",
+    ROOT / "docs" / "candidate_search.md",
+    ROOT / "demos" / "README.md",
+]
 DOOR = "AdroitHandDoor-v1"
 
 
@@ -241,6 +248,36 @@ def door_sweep() -> str:
         ["K", "T", "loss (equation 1)", "distance to the nearest candidate", "candidates in use"],
         rows,
     )
+
+
+def door_candidate_search() -> str:
+    """The search over the candidates' hyperparameters, by their start temperature."""
+    with (SWEEPS / "door_candidates" / "sweep.csv").open() as file:
+        trials = [row for row in csv.DictReader(file) if row["status"] == "done"]
+    starts = {"temperature": "equal to T (constant)", "0.1": "0.1", "None": "variance / 4"}
+    measures = {
+        "candidates/in_use": 1,
+        "candidates/perplexity": 1,
+        "candidates/held_out_distance": 3,
+        "candidates/nearest_distance": 3,
+    }
+    rows = []
+    for number in ("10", "15"):
+        for start, title in starts.items():
+            mine = [
+                row
+                for row in trials
+                if row["temperature_start"] == start and row["num_actions"] == number
+            ]
+            row = [number, title, str(len(mine))]
+            for name, digits in measures.items():
+                column = "score" if name == "candidates/held_out_distance" else name
+                values = [float(each[column]) for each in mine]
+                average = f"{np.mean(values):.{digits}f}"
+                row.append(f"{average} ({min(values):.{digits}f} to {max(values):.{digits}f})")
+            rows.append(row)
+    header = ["K", "start temperature", "configurations", "candidates in use", "perplexity"]
+    return table([*header, "held-out distance", "distance, all episodes"], rows)
 
 
 def door_sweep_success() -> str:
@@ -683,6 +720,21 @@ def door_annealed() -> str:
         rows.append([f"{title}, over seeds", *[""] * len(steps), f"**{over_all}**"])
     header = ["", *(f"{step // 1000}k" for step in steps), "mean of 50k to 100k"]
     return table(header, rows)
+
+
+TUNING_SEEDS = (11, 12)
+
+
+def tuning_decays() -> str:
+    """Success on the tuning seeds, from 50k to 100k, by the decay of the average."""
+    paths = [CURVES / "tuning" / f"{DOOR}__tune_t20k__{seed}.csv" for seed in TUNING_SEEDS]
+    scores = [read(path) for path in paths]
+    rows = []
+    for column in [name for name in next(iter(scores[0].values())) if name != "step"]:
+        means = [mean(each, column, 50_000, 100_000) for each in scores]
+        decay = column.removeprefix("decay_").replace("0.0", "0 (the paper)")
+        rows.append([decay, *(f"{value:.3f}" for value in means), f"**{np.mean(means):.3f}**"])
+    return table(["--ema-decay", *(f"seed {seed}" for seed in TUNING_SEEDS), "score"], rows)
 
 
 def fill(page: str) -> str:
