@@ -104,7 +104,7 @@ class Args:
 class CandidateNetwork(nn.Module):
     """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate.
 
-    `dense` is nn.Dense, `dense_per_head` K of them side by side, only faster on a CPU.
+    `dense` is nn.Dense and `dense_per_head` K of them side by side, both only faster on a CPU.
     """
 
     num_actions: int
@@ -357,16 +357,15 @@ def discretise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Every demonstrated action as its nearest candidate's index, and how far away that is."""
 
-    @jax.jit
-    def nearest(params: Any, observations: jax.Array, actions: jax.Array) -> tuple:
-        candidates = network.apply(params, observations)  # (chunk, K, D)
-        index = nearest_candidate(candidates, actions)
-        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
+    def nearest(step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        observation, action = step
+        candidates = network.apply(params, observation)  # (K, D)
+        index = nearest_candidate(candidates, action)
+        return index, jnp.linalg.norm(candidates[index] - action)
 
-    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory
-    pairs = [nearest(params, demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
-    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
-    return indices, distances
+    steps = (demos.observations, demos.actions)
+    indices, distances = jax.lax.map(nearest, steps, batch_size=4096)  # bounds the memory
+    return np.asarray(indices), np.asarray(distances)
 
 
 # ---------------------------------------------------------------------------------- stage 2: agent
@@ -384,7 +383,7 @@ class AgentState(NamedTuple):
 def init_agent(
     q_network: nn.Module, optimizer: Optimizer, key: jax.Array, obs_dim: int
 ) -> AgentState:
-    """Copies, because an update destroys its input's buffers."""
+    """Copies, because one buffer cannot be donated twice."""
     key, init_key = jax.random.split(key)
     params = q_network.init(init_key, jnp.zeros(obs_dim))
     average_params = jax.tree.map(jnp.copy, params)
@@ -477,7 +476,7 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
             returns[i] += reward
             lengths[i] += 1
             if "success" in info:
-                successes[i] = np.fmax(successes[i], bool(info["success"]))  # of NaN: the other
+                successes[i] = np.fmax(successes[i], bool(info["success"]))  # fmax ignores NaN
             running[i] = not (terminated or truncated)
     return Evaluation(returns, lengths, successes)
 
@@ -504,7 +503,7 @@ def train_agent(
         params = agent.average_params
         with run.clock_stopped():
             results, frames = evaluate_seeds(args, policy, params, candidate_params, eval_envs)
-            run.report(step, results, params, frames)
+            run.save_evaluation(step, results, params, frames)
 
     run.show_progress("agent", args.gradient_steps, step)
     while step < args.gradient_steps:
@@ -520,7 +519,7 @@ def train_agent(
 
 def train(args: Args) -> Path:
     """Candidates from the dataset, then an agent that chooses among them, for every seed."""
-    env, demos, network, run = prepare(args)
+    env, demos, network, run = prepare(args)  # completes args, too
     candidate_params = run.load_candidates(AllSeeds(network, args.num_seeds), demos)
     if candidate_params is None:
         candidate_params = train_candidates(args, run, network, demos)
@@ -1524,7 +1523,7 @@ class Run:
         self.seen_step = step
         self.bar.update(step - self.bar.n)
 
-    def report(
+    def save_evaluation(
         self, step: int, result: Evaluation, params: Any, envs: list[gym.Env], **scores: float
     ) -> None:
         """An evaluation, with further scores of it, into files, TensorBoard and progress bar."""
@@ -1599,7 +1598,7 @@ class CandidateRun(Run):
 class OfflineRun(CandidateRun):
     """A run without an environment to learn in: all seeds in one evaluation, no replay to keep."""
 
-    def report(
+    def save_evaluation(
         self, step: int, results: list[Evaluation], params: Any, frames: list[np.ndarray]
     ) -> None:
         """An evaluation into agent.npz, evaluations.csv, TensorBoard and the progress bar."""

@@ -80,7 +80,7 @@ class Args:
     hidden_dropout: float = 0.1  # after every hidden layer while training the candidates
     candidates_from: str | None = None  # run folder whose candidates are used instead of training
 
-    q_loss: Literal["munchausen", "dqn", "double"] = "munchausen"  # double: uniform replay
+    q_loss: Literal["munchausen", "dqn", "double"] = "munchausen"  # double: not prioritised
     batch_size: int = 256  # of both networks
     learning_rate: float = 1e-4  # Adam's, for the Q-network
     gamma: float = 0.99  # discount, as in the authors' code
@@ -110,7 +110,7 @@ class Args:
 class CandidateNetwork(nn.Module):
     """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate.
 
-    `dense` is nn.Dense, `dense_per_head` K of them side by side, only faster on a CPU.
+    `dense` is nn.Dense and `dense_per_head` K of them side by side, both only faster on a CPU.
     """
 
     num_actions: int
@@ -368,16 +368,15 @@ def discretise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Every demonstrated action as its nearest candidate's index, and how far away that is."""
 
-    @jax.jit
-    def nearest(params: Any, observations: jax.Array, actions: jax.Array) -> tuple:
-        candidates = network.apply(params, observations)  # (chunk, K, D)
-        index = nearest_candidate(candidates, actions)
-        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
+    def nearest(step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        observation, action = step
+        candidates = network.apply(params, observation)  # (K, D)
+        index = nearest_candidate(candidates, action)
+        return index, jnp.linalg.norm(candidates[index] - action)
 
-    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory
-    pairs = [nearest(params, demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
-    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
-    return indices, distances
+    steps = (demos.observations, demos.actions)
+    indices, distances = jax.lax.map(nearest, steps, batch_size=4096)  # bounds the memory
+    return np.asarray(indices), np.asarray(distances)
 
 
 # ---------------------------------------------------------------------------------- stage 2: agent
@@ -395,7 +394,7 @@ class AgentState(NamedTuple):
 def init_agent(
     q_network: nn.Module, optimizer: Optimizer, key: jax.Array, obs_dim: int
 ) -> tuple[AgentState, jax.Array]:
-    """The agent and its policy's key. Copies, because an update destroys its input's buffers."""
+    """The agent and its policy's key. Copies, because one buffer cannot be donated twice."""
     key, act_key, init_key = jax.random.split(key, 3)
     params = q_network.init(init_key, jnp.zeros(obs_dim))
     average_params = jax.tree.map(jnp.copy, params)
@@ -407,24 +406,24 @@ def init_agent(
 
 def target_of(q_network: nn.Module, agent: AgentState, batch: Batch, args: Args) -> jax.Array:
     """What the Q-value of a batch should be, by the target network."""
-    if args.q_loss != "munchausen":
-        q_next = q_network.apply(agent.target_params, batch.next_observations)
-        q_select = q_next
-        if args.q_loss == "double":
-            q_select = q_network.apply(agent.params, batch.next_observations)
-        return dqn_target(q_select, q_next, batch.returns, batch.discounts)
-    both = jnp.concatenate([batch.observations, batch.next_observations])  # one pass for both
-    q_s, q_next = jnp.split(q_network.apply(agent.target_params, both), 2)
-    return munchausen_target(
-        q_s,
-        q_next,
-        batch.indices,
-        batch.returns,
-        batch.discounts,
-        tau=args.munchausen_tau,
-        alpha=args.munchausen_alpha,
-        clip=args.munchausen_clip,
-    )
+    if args.q_loss == "munchausen":
+        both = jnp.concatenate([batch.observations, batch.next_observations])  # one pass for both
+        q_s, q_next = jnp.split(q_network.apply(agent.target_params, both), 2)
+        return munchausen_target(
+            q_s,
+            q_next,
+            batch.indices,
+            batch.returns,
+            batch.discounts,
+            tau=args.munchausen_tau,
+            alpha=args.munchausen_alpha,
+            clip=args.munchausen_clip,
+        )
+    q_next = q_network.apply(agent.target_params, batch.next_observations)
+    q_select = q_next
+    if args.q_loss == "double":
+        q_select = q_network.apply(agent.params, batch.next_observations)
+    return dqn_target(q_select, q_next, batch.returns, batch.discounts)
 
 
 def make_update(q_network: nn.Module, optimizer: Optimizer, args: Args) -> Callable:
@@ -508,7 +507,7 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
             returns[i] += reward
             lengths[i] += 1
             if "success" in info:
-                successes[i] = np.fmax(successes[i], bool(info["success"]))  # of NaN: the other
+                successes[i] = np.fmax(successes[i], bool(info["success"]))  # fmax ignores NaN
             running[i] = not (terminated or truncated)
     return Evaluation(returns, lengths, successes)
 
@@ -517,10 +516,10 @@ def make_demo_replay(args: Args, demos: "Demonstrations", indices: np.ndarray) -
     """The demonstrations, each action as the index of a candidate (section 4.1).
 
     --min-demo-reward is a minimum per step: it tells the agent that the human's states are good.
+    The paper's; n-step returns of the demonstrations are ours (the authors' code has one step).
     """
     rewards = demos.rewards
     if args.min_demo_reward is not None:
-        warn_of_raised_rewards(args, rewards)
         rewards = np.maximum(rewards, args.min_demo_reward)
     steps = Transition(
         observation=demos.observations,
@@ -562,12 +561,10 @@ def train_agent(
             return policy(params, candidate_params, observations, policy_key, epsilon=0.0)[0]
 
         with run.clock_stopped():
-            run.report(step, evaluate(greedy, eval_envs), params, eval_envs)
+            run.save_evaluation(step, evaluate(greedy, eval_envs), params, eval_envs)
 
     run.show_progress("agent", args.total_timesteps, step)
     observation = first_observation(env)
-    # Again and again: a step among the candidates, its transition into the replay, and after every
-    # few steps as many updates of the Q-network, on batches of the replay or of the demonstrations.
     while step < args.total_timesteps:
         if step % args.eval_every == 0:
             evaluate_agent()
@@ -598,7 +595,7 @@ def train_agent(
 
 def train(args: Args) -> Path:
     """Candidates from the demonstrations, then an agent that chooses among them."""
-    env, demos, network, run = prepare(args)
+    env, demos, network, run = prepare(args)  # completes args, too
     candidate_params = run.load_candidates(network, demos)
     if candidate_params is None:
         candidate_params = train_candidates(args, run, network, demos)
@@ -1136,8 +1133,10 @@ def check_candidates(args: Args, demos: Demonstrations) -> None:
 
 def warn_of_raised_rewards(args: Args, rewards: np.ndarray) -> None:
     """The paper has a minimum for the sparse reward; another one it can flatter, so say it."""
+    if args.min_demo_reward is None or args.reward != "env":
+        return
     raised = rewards < args.min_demo_reward
-    if args.reward == "env" and raised.any():
+    if raised.any():
         share = f"{np.mean(raised):.0%} of the demonstrated rewards"
         advice = "with None they stay as they are"
         print(f"--min-demo-reward {args.min_demo_reward} raises {share}; {advice}", file=sys.stderr)
@@ -1504,7 +1503,7 @@ class Run:
         self.seen_step = step
         self.bar.update(step - self.bar.n)
 
-    def report(
+    def save_evaluation(
         self, step: int, result: Evaluation, params: Any, envs: list[gym.Env], **scores: float
     ) -> None:
         """An evaluation, with further scores of it, into files, TensorBoard and progress bar."""
@@ -1747,6 +1746,7 @@ def prepare(args: Args) -> tuple[gym.Env, Demonstrations, nn.Module, AgentRun]:
     env = make_env(args)
     demos, args.dataset_id, warning = find_demonstrations(args, env)
     check_candidates(args, demos)
+    warn_of_raised_rewards(args, demos.rewards)
     check_memory(args, demos, replay_capacity(args))
     args.temperature_start = start_temperature(args, demos.actions)
     network = make_candidate_network(args, env.action_space.shape[0])

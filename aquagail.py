@@ -11,8 +11,9 @@
 
 Learn K candidate actions per state from demonstrations (equation 1), which turns the continuous
 problem into a discrete one, then train Munchausen DQN on it, whose reward is how well it confuses a
-discriminator between the demonstrations and its own experience. The environment's reward is only
-reported, never stored or learned from.
+discriminator between the demonstrations and its own experience. Two defaults are ours, not the
+paper's: T falls while the candidates are trained, and a running average of the Q-network is what is
+evaluated. The paper's: --temperature-start 0.001 --ema-decay 0.
 
     python aquagail.py --env-id AdroitHandDoor-v1
     python aquagail.py --resume runs/AdroitHandDoor-v1__aquagail__1__1700000000
@@ -96,7 +97,7 @@ class Args:
     discriminator_hidden_dropout: float = 0.5  # after each hidden layer, likewise
     discriminator_weight_decay: float = 10.0  # AdamW's, if the regularization is weight-decay
     normalize_observations: bool = True  # for the discriminator, by mean and deviation of the demos
-    reward_balance: float = 0.5  # 0: -log p, 1: log(1 - p), between: their mean; p: P("agent")
+    reward_balance: float = 0.5  # 0: -log p, 1: log(1 - p), p: P("agent"); between: mixed
 
     batch_size: int = 256  # of all networks, and of either half of the discriminator's
     learning_rate: float = 3e-5  # Adam's, for the Q-network
@@ -125,7 +126,7 @@ class Args:
 class CandidateNetwork(nn.Module):
     """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate.
 
-    `dense` is nn.Dense, `dense_per_head` K of them side by side, only faster on a CPU.
+    `dense` is nn.Dense and `dense_per_head` K of them side by side, both only faster on a CPU.
     """
 
     num_actions: int
@@ -380,16 +381,15 @@ def discretise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Every demonstrated action as its nearest candidate's index, and how far away that is."""
 
-    @jax.jit
-    def nearest(params: Any, observations: jax.Array, actions: jax.Array) -> tuple:
-        candidates = network.apply(params, observations)  # (chunk, K, D)
-        index = nearest_candidate(candidates, actions)
-        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
+    def nearest(step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        observation, action = step
+        candidates = network.apply(params, observation)  # (K, D)
+        index = nearest_candidate(candidates, action)
+        return index, jnp.linalg.norm(candidates[index] - action)
 
-    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory
-    pairs = [nearest(params, demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
-    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
-    return indices, distances
+    steps = (demos.observations, demos.actions)
+    indices, distances = jax.lax.map(nearest, steps, batch_size=4096)  # bounds the memory
+    return np.asarray(indices), np.asarray(distances)
 
 
 # -------------------------------------------------------------------- stage 2: the discriminator
@@ -436,7 +436,7 @@ def discriminator_reward(logits: jax.Array, balance: float) -> jax.Array:
     """(1 - balance) [-log p] + balance log(1 - p), p = P(agent) = sigmoid(-logit).
 
     Balance 0 is never negative and so rewards staying alive, 1 never positive, 0.5 half the logit
-    (the paper's -0.5 log p + log(1 - p) is meant as the mean of both).
+    (the paper's -0.5 log p + log(1 - p) is read as the mean of both).
     """
     return (1 - balance) * nn.softplus(logits) - balance * nn.softplus(-logits)
 
@@ -465,10 +465,10 @@ def init_discriminator(args: Args, key: jax.Array, features: jax.Array) -> Discr
 
 
 def update_discriminator(
-    state: DiscriminatorState, expert: jax.Array, agent: jax.Array, args: Args
+    state: DiscriminatorState, expert: jax.Array, own: jax.Array, args: Args
 ) -> tuple[DiscriminatorState, dict]:
-    """One gradient step on features (B, features) of the expert and as many of the agent."""
-    features = jnp.concatenate([expert, agent])
+    """One gradient step on features (B, F) of the expert and as many of the agent's own."""
+    features = jnp.concatenate([expert, own])
     key, dropout_key = jax.random.split(state.key)
 
     def loss_fn(params: Any) -> jax.Array:
@@ -505,7 +505,7 @@ class AgentState(NamedTuple):
 def init_agent(
     q_network: nn.Module, optimizer: Optimizer, key: jax.Array, obs_dim: int
 ) -> tuple[AgentState, jax.Array]:
-    """The agent and its policy's key. Copies, because an update destroys its input's buffers."""
+    """The agent and its policy's key. Copies, because one buffer cannot be donated twice."""
     key, act_key, init_key = jax.random.split(key, 3)
     params = q_network.init(init_key, jnp.zeros(obs_dim))
     average_params = jax.tree.map(jnp.copy, params)
@@ -551,7 +551,7 @@ def make_update(
             expert = discriminator_input(args, reference, expert_steps)[:, 0]
             own = discriminator_input(args, reference, own_steps)[:, 0]
             discriminator, metrics = update_discriminator(discriminator, expert, own, args)
-            # The replay holds no rewards that could grow old.
+            # Rewards are the discriminator's of now, not of when the steps were taken.
             windows = sample(replay, batch_key, args.batch_size, args.n_step)
             features = discriminator_input(args, reference, windows)
             logits = discriminator.network.apply(discriminator.params, features)
@@ -624,13 +624,13 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
             returns[i] += reward
             lengths[i] += 1
             if "success" in info:
-                successes[i] = np.fmax(successes[i], bool(info["success"]))  # of NaN: the other
+                successes[i] = np.fmax(successes[i], bool(info["success"]))  # fmax ignores NaN
             running[i] = not (terminated or truncated)
     return Evaluation(returns, lengths, successes)
 
 
 def make_demo_replay(demos: "Demonstrations", indices: np.ndarray) -> Replay:
-    """The demonstrations as steps between candidates, without their rewards."""
+    """The demonstrated steps, with the human's own actions and without rewards."""
     steps = Transition(
         observation=demos.observations,
         next_observation=demos.next_observations,
@@ -677,12 +677,10 @@ def train_agent(
 
         with run.clock_stopped():
             result, distances = evaluate_with_distance(greedy, eval_envs, reference)
-            run.report(step, result, params, eval_envs, **distances)
+            run.save_evaluation(step, result, params, eval_envs, **distances)
 
     run.show_progress("agent", args.total_timesteps, step)
     observation = first_observation(env)
-    # Again and again: a step among the candidates, its transition into the replay, and after every
-    # few steps as many updates of both networks, on batches of replay and demonstrations.
     while step < args.total_timesteps:
         if step % args.eval_every == 0:
             evaluate_agent()
@@ -713,7 +711,7 @@ def train_agent(
 
 def train(args: Args) -> Path:
     """Candidates from the demonstrations, then an agent that imitates them."""
-    env, demos, network, run = prepare(args)
+    env, demos, network, run = prepare(args)  # completes args, too
     reference = find_reference(run, demos)
     candidate_params = run.load_candidates(network, demos)
     if candidate_params is None:
@@ -1441,9 +1439,11 @@ def find_reference(run: "Run", demos: Demonstrations) -> Reference:
 
 
 def evaluate_with_distance(
-    policy: Callable[[np.ndarray], Any], envs: list[gym.Env], reference: Reference
+    policy: Callable[[np.ndarray], Any], envs: list[gym.Env], reference: Reference | None
 ) -> tuple[Evaluation, dict[str, float]]:
-    """`evaluate`, and how far the agent's states and the human's own are from the human's."""
+    """`evaluate`, and how far the agent's states and the human's own are from the human's, if any."""
+    if reference is None:
+        return evaluate(policy, envs), {}
     visited: list[np.ndarray] = []
 
     def recording_policy(observations: np.ndarray) -> Any:
@@ -1776,7 +1776,7 @@ class Run:
         self.seen_step = step
         self.bar.update(step - self.bar.n)
 
-    def report(
+    def save_evaluation(
         self, step: int, result: Evaluation, params: Any, envs: list[gym.Env], **scores: float
     ) -> None:
         """An evaluation, with further scores of it, into files, TensorBoard and progress bar."""

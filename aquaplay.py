@@ -119,7 +119,7 @@ class Args:
 class CandidateNetwork(nn.Module):
     """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate.
 
-    `dense` is nn.Dense, `dense_per_head` K of them side by side, only faster on a CPU.
+    `dense` is nn.Dense and `dense_per_head` K of them side by side, both only faster on a CPU.
     """
 
     num_actions: int
@@ -372,16 +372,15 @@ def discretise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Every demonstrated action as its nearest candidate's index, and how far away that is."""
 
-    @jax.jit
-    def nearest(params: Any, observations: jax.Array, actions: jax.Array) -> tuple:
-        candidates = network.apply(params, observations)  # (chunk, K, D)
-        index = nearest_candidate(candidates, actions)
-        return index, jnp.linalg.norm(candidates[jnp.arange(len(index)), index] - actions, axis=-1)
+    def nearest(step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        observation, action = step
+        candidates = network.apply(params, observation)  # (K, D)
+        index = nearest_candidate(candidates, action)
+        return index, jnp.linalg.norm(candidates[index] - action)
 
-    chunks = [slice(i, i + 4096) for i in range(0, len(demos.actions), 4096)]  # bounds the memory
-    pairs = [nearest(params, demos.observations[chunk], demos.actions[chunk]) for chunk in chunks]
-    indices, distances = (np.concatenate(arrays) for arrays in zip(*pairs))
-    return indices, distances
+    steps = (demos.observations, demos.actions)
+    indices, distances = jax.lax.map(nearest, steps, batch_size=4096)  # bounds the memory
+    return np.asarray(indices), np.asarray(distances)
 
 
 # ---------------------------------------------------------------------------------- stage 2: agent
@@ -399,7 +398,7 @@ class AgentState(NamedTuple):
 def init_agent(
     q_network: nn.Module, optimizer: Optimizer, key: jax.Array, obs_dim: int
 ) -> tuple[AgentState, jax.Array]:
-    """The agent and its policy's key. Copies, because an update destroys its input's buffers."""
+    """The agent and its policy's key. Copies, because one buffer cannot be donated twice."""
     key, act_key, init_key = jax.random.split(key, 3)
     params = q_network.init(init_key, jnp.zeros(obs_dim))
     average_params = jax.tree.map(jnp.copy, params)
@@ -502,7 +501,7 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
             returns[i] += reward
             lengths[i] += 1
             if "success" in info:
-                successes[i] = np.fmax(successes[i], bool(info["success"]))  # of NaN: the other
+                successes[i] = np.fmax(successes[i], bool(info["success"]))  # fmax ignores NaN
             running[i] = not (terminated or truncated)
     return Evaluation(returns, lengths, successes)
 
@@ -535,12 +534,10 @@ def train_agent(
             return policy(params, candidate_params, observations, policy_key, epsilon=0.0)[0]
 
         with run.clock_stopped():
-            run.report(step, evaluate(greedy, eval_envs), params, eval_envs)
+            run.save_evaluation(step, evaluate(greedy, eval_envs), params, eval_envs)
 
     run.show_progress(args.task, args.total_timesteps, step)
     observation = first_observation(env)
-    # Again and again: a step among the candidates, its transition into the replay, and after every
-    # few steps as many updates of the Q-network, on batches of the replay.
     while step < args.total_timesteps:
         if step % args.eval_every == 0:
             evaluate_agent()
@@ -1499,7 +1496,7 @@ class Run:
         self.seen_step = step
         self.bar.update(step - self.bar.n)
 
-    def report(
+    def save_evaluation(
         self, step: int, result: Evaluation, params: Any, envs: list[gym.Env], **scores: float
     ) -> None:
         """An evaluation, with further scores of it, into files, TensorBoard and progress bar."""

@@ -139,7 +139,7 @@ class CloningNetwork(nn.Module):
 class CandidateNetwork(nn.Module):
     """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate.
 
-    `dense` is nn.Dense, `dense_per_head` K of them side by side, only faster on a CPU.
+    `dense` is nn.Dense and `dense_per_head` K of them side by side, both only faster on a CPU.
     """
 
     num_actions: int
@@ -354,7 +354,7 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
             returns[i] += reward
             lengths[i] += 1
             if "success" in info:
-                successes[i] = np.fmax(successes[i], bool(info["success"]))  # of NaN: the other
+                successes[i] = np.fmax(successes[i], bool(info["success"]))  # fmax ignores NaN
             running[i] = not (terminated or truncated)
     return Evaluation(returns, lengths, successes)
 
@@ -388,7 +388,7 @@ def train_agent(
         with run.clock_stopped():
             act = from_first_step(policy, agent.params)
             result, distances = evaluate_with_distance(act, eval_envs, reference)
-            run.report(step, result, agent.params, eval_envs, **distances)
+            run.save_evaluation(step, result, agent.params, eval_envs, **distances)
 
     run.show_progress(args.method, args.gradient_steps, step)
     while step < args.gradient_steps:
@@ -403,14 +403,8 @@ def train_agent(
 
 
 def train(args: BCArgs | MDNArgs) -> Path:
-    """Whatever can be wrong with the input is found before the run folder is made."""
-    check_numbers(args)
-    args.reward = check_env(args)
-    env = make_env(args)
-    demos, args.dataset_id, warning = find_demonstrations(args, env)
-    demos = best_episodes(demos, args.best_fraction)
-    check_cloning_memory(args, demos)
-    run = CloningRun(args, warning)
+    """Clones the demonstrator, and measures how near to its states the clone stays."""
+    env, demos, run = prepare(args)  # completes args, too
     reference = find_reference(run, demos)
     train_agent(args, run, env, demos, reference)
     run.finish()
@@ -1008,9 +1002,11 @@ def find_reference(run: "Run", demos: Demonstrations) -> Reference:
 
 
 def evaluate_with_distance(
-    policy: Callable[[np.ndarray], Any], envs: list[gym.Env], reference: Reference
+    policy: Callable[[np.ndarray], Any], envs: list[gym.Env], reference: Reference | None
 ) -> tuple[Evaluation, dict[str, float]]:
-    """`evaluate`, and how far the agent's states and the human's own are from the human's."""
+    """`evaluate`, and how far the agent's states and the human's own are from the human's, if any."""
+    if reference is None:
+        return evaluate(policy, envs), {}
     visited: list[np.ndarray] = []
 
     def recording_policy(observations: np.ndarray) -> Any:
@@ -1292,7 +1288,7 @@ class Run:
         self.seen_step = step
         self.bar.update(step - self.bar.n)
 
-    def report(
+    def save_evaluation(
         self, step: int, result: Evaluation, params: Any, envs: list[gym.Env], **scores: float
     ) -> None:
         """An evaluation, with further scores of it, into files, TensorBoard and progress bar."""
@@ -1439,6 +1435,17 @@ def resumed_command(args: Any, argv: list[str], end: str) -> Any:
             raise UserError(f"{option(field.name)} cannot be changed by --resume: start a new run")
     check_end_is_ahead(Path(args.resume), option(end), getattr(changed, end))
     return changed
+
+
+def prepare(args: BCArgs | MDNArgs) -> tuple[gym.Env, Demonstrations, CloningRun]:
+    """Whatever can be wrong with the input is found before the run folder is made."""
+    check_numbers(args)
+    args.reward = check_env(args)
+    env = make_env(args)
+    demos, args.dataset_id, warning = find_demonstrations(args, env)
+    demos = best_episodes(demos, args.best_fraction)
+    check_cloning_memory(args, demos)
+    return env, demos, CloningRun(args, warning)
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ def state_action_pairs(episodes: list[Episode]) -> tuple[np.ndarray, np.ndarray]
 class CandidateNetwork(nn.Module):
     """Psi of equation 1, (..., obs) -> (..., K, action_dim): a torso, then an MLP per candidate.
 
-    `dense` is nn.Dense, `dense_per_head` K of them side by side, only faster on a CPU.
+    `dense` is nn.Dense and `dense_per_head` K of them side by side, both only faster on a CPU.
     """
 
     num_actions: int

@@ -79,8 +79,8 @@ class Args:
     learning_rate: float = 1e-4  # Adam's, for actor, critics and temperature
     gamma: float = 0.99  # discount (the SAC paper)
     n_step: int = 5  # length of the multi-step return
-    tau: float = 0.005  # how far the target critics move towards the critics in every update
-    reward_scale: float = 0.5  # factor of every reward
+    tau: float = 0.005  # how far the target critics move in every update (RoboDesk's table: 0.01)
+    reward_scale: float = 0.5  # factor of every reward (RoboDesk's table: 1)
     buffer_size: int = 1_000_000  # transitions kept in the replay buffer
     learning_starts: int = 1_000  # random environment steps before the first update (ours)
 
@@ -126,13 +126,13 @@ class GAILArgs(Args):
     discriminator_layers: int = 1  # hidden layers of the discriminator
     discriminator_units: int = 256  # units of each of them
     discriminator_learning_rate: float = 3e-7  # Adam's, for the discriminator
-    # what keeps the discriminator from excelling
+    # what keeps the discriminator from being too good
     discriminator_regularization: Literal["none", "dropout", "weight-decay"] = "weight-decay"
-    discriminator_weight_decay: float = 10.0  # decoupled (AdamW), with weight-decay
-    discriminator_input_dropout: float = 0.5  # on its input, with dropout
-    discriminator_hidden_dropout: float = 0.5  # after each of its hidden layers, with dropout
-    normalize_observations: bool = True  # for it, by the demonstrations' mean and deviation
-    reward_balance: float = 0.5  # of -log p (0) and log(1 - p) (1), p the probability of "agent"
+    discriminator_input_dropout: float = 0.5  # if the regularization is dropout
+    discriminator_hidden_dropout: float = 0.5  # after each hidden layer, likewise
+    discriminator_weight_decay: float = 10.0  # AdamW's, if the regularization is weight-decay
+    normalize_observations: bool = True  # for the discriminator, by mean and deviation of the demos
+    reward_balance: float = 0.5  # 0: -log p, 1: log(1 - p), p: P("agent"); between: mixed
 
 
 # --------------------------------------------------------------------------------------- networks
@@ -254,7 +254,7 @@ def discriminator_reward(logits: jax.Array, balance: float) -> jax.Array:
     """(1 - balance) [-log p] + balance log(1 - p), p = P(agent) = sigmoid(-logit).
 
     Balance 0 is never negative and so rewards staying alive, 1 never positive, 0.5 half the logit
-    (the paper's -0.5 log p + log(1 - p) is meant as the mean of both).
+    (the paper's -0.5 log p + log(1 - p) is read as the mean of both).
     """
     return (1 - balance) * nn.softplus(logits) - balance * nn.softplus(-logits)
 
@@ -326,15 +326,13 @@ def store(replay: Replay, new: Transition) -> Replay:
 
 
 def sample(replay: Replay, key: jax.Array, batch_size: int, n_step: int) -> Transition:
-    """Windows of n steps, (B, n, ...), uniform over stored transitions.
-
-    A window that meets the newest transition stops there, as at an episode's end.
-    """
+    """Windows of n steps, (B, n, ...), uniform over stored transitions."""
     stored = replay.transitions
     capacity = len(stored.ended)
     first = jax.random.randint(key, (batch_size,), 0, jnp.minimum(replay.count, capacity))
     offsets = jnp.arange(n_step)
     window = (first[:, None] + offsets) % capacity  # (B, n)
+    # After the newest step the ring goes on with the oldest ones: a window ends there, too.
     steps_to_newest = (replay.count - 1 - first) % capacity
     ended = jnp.maximum(stored.ended[window], offsets == steps_to_newest[:, None])
     return jax.tree.map(lambda array: array[window], stored)._replace(ended=ended)
@@ -343,7 +341,7 @@ def sample(replay: Replay, key: jax.Array, batch_size: int, n_step: int) -> Tran
 def mix_windows(
     windows: Transition, demo_windows: Transition, key: jax.Array, demo_ratio: float
 ) -> Transition:
-    """SACfD: every window is taken from the demonstrations with probability demo_ratio."""
+    """SACfD: every window is a demonstration's with that probability (paper: whole episodes)."""
     chosen = jax.random.uniform(key, (len(windows.reward),)) < demo_ratio
 
     def choose(ours: jax.Array, theirs: jax.Array) -> jax.Array:
@@ -403,10 +401,10 @@ def init_discriminator(args: Args, key: jax.Array, features: jax.Array) -> Discr
 
 
 def update_discriminator(
-    state: DiscriminatorState, expert: jax.Array, agent: jax.Array, args: Args
+    state: DiscriminatorState, expert: jax.Array, own: jax.Array, args: Args
 ) -> tuple[DiscriminatorState, dict]:
-    """One gradient step on features (B, features) of the expert and as many of the agent."""
-    features = jnp.concatenate([expert, agent])
+    """One gradient step on features (B, F) of the expert and as many of the agent's own."""
+    features = jnp.concatenate([expert, own])
     key, dropout_key = jax.random.split(state.key)
 
     def loss_fn(params: Any) -> jax.Array:
@@ -434,12 +432,12 @@ def imitate(
     state: DiscriminatorState,
     windows: Transition,
     replay: Replay,
-    demos: Replay,
+    demo_replay: Replay,
     key: jax.Array,
 ) -> tuple[DiscriminatorState, jax.Array, dict]:
     """A step of the discriminator, and then its rewards for all steps of the windows (B, n)."""
     expert_key, own_key = jax.random.split(key)
-    expert_steps = sample(demos, expert_key, args.batch_size, n_step=1)
+    expert_steps = sample(demo_replay, expert_key, args.batch_size, n_step=1)
     own_steps = sample(replay, own_key, args.batch_size, n_step=1)
     expert = discriminator_input(args, reference, expert_steps)[:, 0]
     own = discriminator_input(args, reference, own_steps)[:, 0]
@@ -509,11 +507,7 @@ def target_of(
 
 
 def make_loss(actor: Actor, critic: TwinCritic, box: gym.spaces.Box) -> Callable:
-    """Critics, actor and temperature in one loss.
-
-    What one part trains is a constant in the others, so that its gradient is that of the three
-    side by side, in one pass.
-    """
+    """The sum of three losses: constants keep each one's gradient to its own parameters."""
     constant = jax.lax.stop_gradient
     target_entropy = -float(actor.action_dim)
 
@@ -553,18 +547,18 @@ def make_update(
     """One update of critics, actor, temperature and, with GAIL, discriminator."""
     loss_fn = make_loss(actor, critic, box)
 
-    def update(agent: SACState, replay: Replay, demos: Replay | None) -> tuple[SACState, dict]:
+    def update(agent: SACState, replay: Replay, demo_replay: Replay | None) -> tuple:
         key, batch_key, noise_key, demo_key, coin_key = jax.random.split(agent.key, 5)
         windows = sample(replay, batch_key, args.batch_size, args.n_step)
         if args.method == "sacfd":
-            demo_windows = sample(demos, demo_key, args.batch_size, args.n_step)
+            demo_windows = sample(demo_replay, demo_key, args.batch_size, args.n_step)
             windows = mix_windows(windows, demo_windows, coin_key, args.demo_ratio)
         rewards = windows.reward
         discriminator = agent.discriminator
         imitation_metrics = {}
         if args.method == "gail":
             discriminator, rewards, imitation_metrics = imitate(
-                args, reference, discriminator, windows, replay, demos, demo_key
+                args, reference, discriminator, windows, replay, demo_replay, demo_key
             )
         batch = reward_windows(windows, rewards, args.gamma)
         next_noise, noise = jax.random.normal(noise_key, (2, *batch.actions.shape))
@@ -618,7 +612,7 @@ def evaluate(policy: Callable[[np.ndarray], Any], envs: list[gym.Env]) -> Evalua
             returns[i] += reward
             lengths[i] += 1
             if "success" in info:
-                successes[i] = np.fmax(successes[i], bool(info["success"]))  # of NaN: the other
+                successes[i] = np.fmax(successes[i], bool(info["success"]))  # fmax ignores NaN
             running[i] = not (terminated or truncated)
     return Evaluation(returns, lengths, successes)
 
@@ -627,22 +621,25 @@ def make_demo_replay(args: SACfDArgs | GAILArgs, demos: "Demonstrations") -> Rep
     """The demonstrations as steps; for SACfD low rewards are raised (section 4.1)."""
     rewards = demos.rewards
     if args.method == "sacfd" and args.min_demo_reward is not None:
-        warn_of_raised_rewards(args, rewards)
         rewards = np.maximum(rewards, args.min_demo_reward)
     steps = Transition(
-        demos.observations,
-        demos.next_observations,
-        demos.actions,
-        rewards,
-        demos.terminations,
-        demos.ends,
+        observation=demos.observations,
+        next_observation=demos.next_observations,
+        action=demos.actions,
+        reward=rewards,
+        terminated=demos.terminations,
+        ended=demos.ends,
     )
     as_float = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), steps)
     return Replay(as_float, jnp.asarray(len(rewards)))
 
 
 def train_agent(
-    args: Args, run: "SACRun", env: gym.Env, demos: Replay | None, reference: "Reference | None"
+    args: Args,
+    run: "SACRun",
+    env: gym.Env,
+    demo_replay: Replay | None,
+    reference: "Reference | None",
 ) -> None:
     """Random actions at first, then the policy's, with one update per environment step."""
     obs_dim = env.observation_space.shape[0]
@@ -654,10 +651,10 @@ def train_agent(
     update = make_update(actor, critic, optimizer, box, reference, args)
     store_step = jax.jit(store, donate_argnums=0)
     key = jax.random.PRNGKey(args.seed)
-    agent, key = init_agent(actor, critic, optimizer, key, args, obs_dim, reference)
+    agent, policy_key = init_agent(actor, critic, optimizer, key, args, obs_dim, reference)
     replay = make_replay(replay_capacity(args), obs_dim, actor.action_dim)
-    env.reset(seed=args.seed)
-    (agent, key), replay, _, step = run.restore(env, (agent, key), replay)
+    env.reset(seed=args.seed)  # seeds its generator
+    (agent, policy_key), replay, _, step = run.restore(env, (agent, policy_key), replay)
     eval_envs = make_evaluation_tasks(args, args.eval_episodes, videos=1)
     metrics: dict[str, jax.Array] = {}
 
@@ -665,15 +662,12 @@ def train_agent(
         params = agent.params.actor
 
         def mean_action(observations: np.ndarray) -> jax.Array:
-            return policy(params, observations, key, mode="mean")[0]
+            return policy(params, observations, policy_key, mode="mean")[0]
 
         with run.clock_stopped():
             run.check_losses(step, metrics)
-            if reference is None:
-                run.report(step, evaluate(mean_action, eval_envs), params, eval_envs)
-            else:
-                result, distances = evaluate_with_distance(mean_action, eval_envs, reference)
-                run.report(step, result, params, eval_envs, **distances)
+            result, distances = evaluate_with_distance(mean_action, eval_envs, reference)
+            run.save_evaluation(step, result, params, eval_envs, **distances)
 
     run.show_progress(args.method, args.total_timesteps, step)
     observation = first_observation(env)
@@ -681,11 +675,10 @@ def train_agent(
         if step % args.eval_every == 0:
             evaluate_agent()
         mode = "random" if step < args.learning_starts else "sample"
-        action, key = policy(agent.params.actor, observation, key, mode=mode)
+        action, policy_key = policy(agent.params.actor, observation, policy_key, mode=mode)
         if step > args.learning_starts:
-            agent, metrics = update(
-                agent, replay, demos
-            )  # on earlier steps, while this one is taken
+            # On the steps so far; it runs while the environment takes this one.
+            agent, metrics = update(agent, replay, demo_replay)
         action = np.asarray(action)
         run.check_action(step, action)
         next_observation, reward, terminated, truncated, info = env.step(action)
@@ -700,19 +693,15 @@ def train_agent(
         if ended:
             run.end_episode(step)
             run.check_losses(step, metrics)
-            run.save_checkpoint_if_due(env, (agent, key), step)
+            run.save_checkpoint_if_due(env, (agent, policy_key), step)
             observation = first_observation(env)
     evaluate_agent()
 
 
 def train(args: Args) -> Path:
-    """Whatever can be wrong with the input is found before the run folder is made."""
-    check_numbers(args)
-    args.reward = check_environment(args)
-    env = make_task(args)
-    demos, warning = method_demonstrations(args, env)
+    """One of the three methods; demonstrations serve SACfD and GAIL, a reference GAIL."""
+    env, demos, run = prepare(args)  # completes args, too
     demo_replay = make_demo_replay(args, demos) if demos else None
-    run = SACRun(args, warning)
     reference = find_reference(run, demos) if args.method == "gail" else None
     train_agent(args, run, env, demo_replay, reference)
     run.finish()
@@ -1187,8 +1176,10 @@ def method_demonstrations(args: Args, env: gym.Env) -> tuple[Demonstrations | No
 
 def warn_of_raised_rewards(args: Args, rewards: np.ndarray) -> None:
     """The paper has a minimum for the sparse reward; another one it can flatter, so say it."""
+    if args.min_demo_reward is None or args.reward != "env":
+        return
     raised = rewards < args.min_demo_reward
-    if args.reward == "env" and raised.any():
+    if raised.any():
         share = f"{np.mean(raised):.0%} of the demonstrated rewards"
         advice = "with None they stay as they are"
         print(f"--min-demo-reward {args.min_demo_reward} raises {share}; {advice}", file=sys.stderr)
@@ -1332,9 +1323,11 @@ def find_reference(run: "Run", demos: Demonstrations) -> Reference:
 
 
 def evaluate_with_distance(
-    policy: Callable[[np.ndarray], Any], envs: list[gym.Env], reference: Reference
+    policy: Callable[[np.ndarray], Any], envs: list[gym.Env], reference: Reference | None
 ) -> tuple[Evaluation, dict[str, float]]:
-    """`evaluate`, and how far the agent's states and the human's own are from the human's."""
+    """`evaluate`, and how far the agent's states and the human's own are from the human's, if any."""
+    if reference is None:
+        return evaluate(policy, envs), {}
     visited: list[np.ndarray] = []
 
     def recording_policy(observations: np.ndarray) -> Any:
@@ -1663,7 +1656,7 @@ class Run:
         self.seen_step = step
         self.bar.update(step - self.bar.n)
 
-    def report(
+    def save_evaluation(
         self, step: int, result: Evaluation, params: Any, envs: list[gym.Env], **scores: float
     ) -> None:
         """An evaluation, with further scores of it, into files, TensorBoard and progress bar."""
@@ -1832,11 +1825,10 @@ def evaluate_saved_agent(args: Args) -> None:
     def mean_action(observations: np.ndarray) -> jax.Array:
         return policy(params, observations, key, mode="mean")[0]
 
+    reference = None
     if saved.method == "gail":
         reference = load_reference(run, envs[0].observation_space.shape[0])
-        result, distances = evaluate_with_distance(mean_action, envs, reference)
-    else:
-        result = evaluate(mean_action, envs)
+    result, distances = evaluate_with_distance(mean_action, envs, reference)
     print(f"{run}, step {meta['step']}, {len(envs)} episodes")
     half = 1.96 * result.returns.std(ddof=1) / math.sqrt(len(envs)) if len(envs) > 1 else math.nan
     print(f"return  {result.returns.mean():.3f} +- {half:.3f}")
@@ -1898,6 +1890,17 @@ def resumed_command(args: Any, argv: list[str], end: str) -> Any:
             raise UserError(f"{option(field.name)} cannot be changed by --resume: start a new run")
     check_end_is_ahead(Path(args.resume), option(end), getattr(changed, end))
     return changed
+
+
+def prepare(args: Args) -> tuple[gym.Env, Demonstrations | None, SACRun]:
+    """Whatever can be wrong with the input is found before the run folder is made."""
+    check_numbers(args)
+    args.reward = check_environment(args)
+    env = make_task(args)
+    demos, warning = method_demonstrations(args, env)
+    if args.method == "sacfd":
+        warn_of_raised_rewards(args, demos.rewards)
+    return env, demos, SACRun(args, warning)
 
 
 @contextlib.contextmanager

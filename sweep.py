@@ -44,7 +44,9 @@ SECONDS_BETWEEN_LINES = 5  # of the live table
 LAST_STEP = (
     2**31 - 1
 )  # that a script takes; asha compares trials at 4, 16, 64 ... times the grace period too
-SHORTEST_GRACE = 50_000  # environment steps: success on Door is near zero until 30k even for the best configurations
+SHORTEST_GRACE = (
+    50_000  # environment steps: with the paper's constant T success on Door is near zero until 30k
+)
 # A worker on another machine has an environment of its own.
 PASSED_ON = ("PYTHONPATH", "MINARI_DATASETS_PATH", "MUJOCO_GL")
 # Of the libraries that multiply matrices, and (the last two) of XLA.

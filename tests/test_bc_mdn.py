@@ -338,19 +338,19 @@ def test_interrupted_run_continues_bit_for_bit(method, tiny, monkeypatch, capsys
     schedule = ["--gradient-steps", "80", "--eval-every", "20", "--checkpoint-every", "40"]
     run_script([*METHODS[method], *TINY, *schedule], monkeypatch)
     whole = only_run().rename(tiny / "whole")
-    report = bc_mdn.CloningRun.report
+    save_evaluation = bc_mdn.CloningRun.save_evaluation
 
     def killed_at_60(run, step, *rest, **scores):
-        report(run, step, *rest, **scores)
+        save_evaluation(run, step, *rest, **scores)
         if step == 60:
             run.lock.close()  # as the end of its process would
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(bc_mdn.CloningRun, "report", killed_at_60)
+    monkeypatch.setattr(bc_mdn.CloningRun, "save_evaluation", killed_at_60)
     with pytest.raises(SystemExit) as stopped:
         run_script([*METHODS[method], *TINY, *schedule], monkeypatch)
     assert stopped.value.code == 130
-    monkeypatch.setattr(bc_mdn.CloningRun, "report", report)
+    monkeypatch.setattr(bc_mdn.CloningRun, "save_evaluation", save_evaluation)
     run = only_run()
     assert json.loads(saved_arrays(run / "state.npz")["meta"].tobytes())["step"] == 40
     run_script(["--resume", str(run)], monkeypatch)

@@ -45,9 +45,7 @@ TINY = """--candidate-steps 500 --total-timesteps 63 --eval-every 42 --eval-epis
 
 def blocks(page: Path, heading: str) -> list[str]:
     """The code blocks under a heading."""
-    (section,) = re.findall(
-        rf"^## {heading}\n(.*?)^## ", page.read_text(), re.MULTILINE | re.DOTALL
-    )
+    (section,) = re.findall(rf"^#+ {heading}\n(.*?)^##", page.read_text(), re.MULTILINE | re.DOTALL)
     return re.findall(r"^```\w*\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
 
@@ -76,6 +74,13 @@ def test_the_readmes_way_from_arrays_to_a_trained_agent(tmp_path):
     (run,) = (tmp_path / "runs").iterdir()
     assert (run / "agent.npz").exists()
     assert len((run / "evaluations.csv").read_text().splitlines()) > 2
+
+
+def test_a_trained_agent_acts_in_a_program_of_ones_own(capsys, monkeypatch):
+    (snippet,) = blocks(ROOT / "docs" / "usage.md", "A trained agent in your own program")
+    monkeypatch.chdir(ROOT)
+    exec(snippet, {})
+    assert capsys.readouterr().out.strip() in ("True", "False")
 
 
 def test_the_readme_is_a_front_door():

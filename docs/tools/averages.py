@@ -25,7 +25,7 @@ DECAYS = (0.0, 0.99, 0.999, 0.9998)
 init_one = aquadqn.init_agent
 make_one_policy = aquadqn.make_policy
 evaluate_one = aquadqn.evaluate
-report_one = aquadqn.AgentRun.report
+save_one_evaluation = aquadqn.AgentRun.save_evaluation
 
 
 def init_agent(*inputs: Any) -> tuple:
@@ -61,11 +61,11 @@ def evaluate(policy: Any, envs: list) -> dict:
     return results
 
 
-def report(run: Any, step: int, results: dict, params: dict, envs: list) -> None:
+def save_evaluation(run: Any, step: int, results: dict, params: dict, envs: list) -> None:
     shares = {f"decay_{decay}": np.mean(results[decay].successes) for decay in DECAYS}
     aquadqn.write_rows_until(run.folder / "averages.csv", step, shares)
     decay = run.args.ema_decay
-    report_one(run, step, results[decay], params[decay], envs)
+    save_one_evaluation(run, step, results[decay], params[decay], envs)
 
 
 if __name__ == "__main__":
@@ -73,5 +73,5 @@ if __name__ == "__main__":
     aquadqn.optax = SimpleNamespace(**vars(optax) | {"incremental_update": incremental_update})
     aquadqn.make_policy = make_policy
     aquadqn.evaluate = evaluate
-    aquadqn.AgentRun.report = report
+    aquadqn.AgentRun.save_evaluation = save_evaluation
     aquadqn.main()
