@@ -10,9 +10,9 @@
 
 Learn K candidate actions per state from demonstrations (equation 1), which turns the continuous
 problem into a discrete one, then train Munchausen DQN on it, with the demonstrations in a second
-replay buffer. Two defaults are ours, not the paper's: T falls while the candidates are trained, and
-a running average of the Q-network is what is evaluated. The paper's: --temperature-start 0.001
---ema-decay 0.
+replay buffer. Three defaults are ours, not the paper's: T falls while the candidates are trained,
+which takes fewer steps, and a running average of the Q-network is what is evaluated. The paper's:
+--temperature-start 0.001 --candidate-steps 50000 --ema-decay 0.
 
     python aquadqn.py --env-id AdroitHandDoor-v1
     python aquadqn.py --resume runs/AdroitHandDoor-v1__aquadqn__1__1700000000
@@ -73,7 +73,7 @@ class Args:
     num_actions: int = 10  # K, candidate actions per state
     temperature: float = 0.001  # T of the soft minimum
     temperature_start: float | None = None  # T at first; default: variance / 4 (paper: = T)
-    candidate_steps: int = 50_000  # gradient steps of the candidate network
+    candidate_steps: int = 20_000  # gradient steps of the candidate network (paper: 50k)
     held_out_episodes: int = 0  # demonstrations, the last N, that the candidates never see
     candidate_learning_rate: float = 3e-4  # Adam's, for the candidate network
     input_dropout: float = 0.1  # on the observation while training the candidates

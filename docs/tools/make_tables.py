@@ -678,18 +678,33 @@ DOOR_RUNS = {
 
 
 def door_annealed() -> str:
-    """Success on Door up to 100k steps: the paper's setting and ours."""
-    steps, rows = (10_000, 20_000, 30_000, 50_000, 70_000, 100_000), []
+    """Success on Door along training: the paper's setting and ours."""
+    steps, rows = (10_000, 20_000, 30_000, 50_000, 100_000), []
+    windows = ((50_000, 100_000),)
     for title, name in DOOR_RUNS.items():
         for seed in present_seeds(DOOR, name):
             scores = curve(DOOR, name, seed)
             points = [f"{scores[step]['success_rate']:.2f}" for step in steps]
-            average = mean(scores, "success_rate", 50_000, 100_000)
-            rows.append([f"{title}, seed {seed}", *points, f"**{average:.2f}**"])
-        over_all = over_seeds(late_success(DOOR, name, 50_000, 100_000))
-        rows.append([f"{title}, over seeds", *[""] * len(steps), f"**{over_all}**"])
+            averages = [mean(scores, "success_rate", *window) for window in windows]
+            rows.append([f"{title}, seed {seed}", *points, *(f"**{a:.2f}**" for a in averages)])
+        over_all = [over_seeds(late_success(DOOR, name, *window)) for window in windows]
+        rows.append([f"{title}, over seeds", *[""] * len(steps), *(f"**{a}**" for a in over_all)])
     header = ["", *(f"{step // 1000}k" for step in steps), "mean of 50k to 100k"]
     return table(header, rows)
+
+
+def door_fresh() -> str:
+    """Last agents on initial states that no evaluation of their training used."""
+    rows = []
+    for row in read_rows("door_fresh_states.csv"):
+        interval = f"{float(row['low']):.2f} to {float(row['high']):.2f}"
+        last = [row["in_use"], row["perplexity"], row["nearest_distance"]]
+        scores = curve(DOOR, "aquadqn_annealed", int(row["seed"]))
+        known = scores[int(row["step"])]["success_rate"]
+        success = f"**{float(row['success']):.2f}** ({interval})"
+        rows.append([row["seed"], f"{known:.2f}", success, *last])
+    header = ["seed", "the 30 states", "300 other states", "candidates in use", "perplexity"]
+    return table([*header, "distance to the nearest"], rows)
 
 
 TUNING_SEEDS = (11, 12)
@@ -705,6 +720,21 @@ def tuning_decays() -> str:
         decay = column.removeprefix("decay_").replace("0.0", "0 (the paper)")
         rows.append([decay, *(f"{value:.3f}" for value in means), f"**{np.mean(means):.3f}**"])
     return table(["--ema-decay", *(f"seed {seed}" for seed in TUNING_SEEDS), "score"], rows)
+
+
+def tuning_choices() -> str:
+    """Success on the tuning seeds, from 50k to 100k, of settings that differ in one argument."""
+    rows = []
+    for title, name in {
+        "20k candidate steps, K = 10": "tune_t20k",
+        "50k candidate steps (the paper)": "tune_t50k",
+        "K = 20": "tune_t20k_k20",
+    }.items():
+        paths = [CURVES / "tuning" / f"{DOOR}__{name}__{seed}.csv" for seed in TUNING_SEEDS]
+        if all(path.exists() for path in paths):
+            means = [mean(read(path), "decay_0.999", 50_000, 100_000) for path in paths]
+            rows.append([title, *(f"{value:.3f}" for value in means), f"**{np.mean(means):.3f}**"])
+    return table(["", *(f"seed {seed}" for seed in TUNING_SEEDS), "score"], rows)
 
 
 def fill(page: str) -> str:
