@@ -32,7 +32,7 @@ RIGHT, UP, DIAGONAL = np.array([1.0, 0.0]), np.array([0.0, 1.0]), np.array([1.0,
 # The bottom-left region up to a step before its border, where the demonstrator starts to walk diagonally.
 AXIS = np.linspace(0, CROSSROADS - STEP_LENGTH, 9, dtype=np.float32)
 REGION = np.stack(np.meshgrid(AXIS, AXIS), axis=-1).reshape(-1, 2)
-FEWER_STEPS = Args(quiet=True, candidate_steps=10_000)
+FEWER_STEPS = Args(quiet=True, candidate_steps=6_000)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def annealing(demos):
     """Two initialisations with a head that dies at T=0.001, each with a constant T and an annealed one."""
     constant = []
     for seed in (3, 5):
-        args = Args(quiet=True, seed=seed, candidate_steps=3000)
+        args = Args(quiet=True, seed=seed, candidate_steps=2000)
         constant.append(
             constant_temperature(args, gridworld.ANNEALING_K, gridworld.ANNEALING_TEMPERATURE)
         )
