@@ -78,7 +78,7 @@ LEGEND = {
     "aquadqn_k10_t0.001": "AQuaDQN, K = 10",
     "aquadqn_k15_t0.001": "AQuaDQN, K = 15",
     "aquadqn_k20_t0.001": "AQuaDQN, K = 20",
-    "aquadqn_annealed": "AQuaDQN, annealed T and averaged Q-network",
+    "aquadqn_annealed": "AQuaDQN, our defaults",
 }
 WITHOUT_ENVIRONMENT_STEPS = (
     "bc",
@@ -223,7 +223,7 @@ def draw(
         if metric == "success":
             axis.set_ylim(-0.03, 1.03)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
+        axis.legend(fontsize="small", framealpha=0.5)
     figure.suptitle(title)
     return figure
 

@@ -27,7 +27,7 @@ import aquadqn
 
 ROOT = Path(__file__).resolve().parents[2]
 GALLERY = ROOT / "docs" / "results" / "gallery"
-PIXELS = 200  # side of a picture
+PIXELS = 160  # side of a picture
 PICTURES = 80  # of an animation, at most
 FPS = 12
 LARGEST = 1_500_000  # bytes
@@ -65,7 +65,7 @@ def film_evaluation(script: str, run: Path) -> None:
 
 def draw_candidates(candidates: np.ndarray, action: np.ndarray) -> np.ndarray:
     """Candidates (K, D) and the demonstrated action (D,), a line for each."""
-    figure = Figure(figsize=(3.2, 2), dpi=100, layout="constrained")
+    figure = Figure(figsize=(3.2, PIXELS / 100), dpi=100, layout="constrained")
     axis = figure.subplots()
     colours = colormaps["turbo"](np.linspace(0, 1, len(candidates)))
     for colour, candidate in zip(colours, candidates):
