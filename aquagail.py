@@ -1441,7 +1441,7 @@ def find_reference(run: "Run", demos: Demonstrations) -> Reference:
 def evaluate_with_distance(
     policy: Callable[[np.ndarray], Any], envs: list[gym.Env], reference: Reference | None
 ) -> tuple[Evaluation, dict[str, float]]:
-    """`evaluate`, and how far the agent's states and the human's own are from the human's, if any."""
+    """`evaluate`, and with a reference how far the agent's states and the human's are from it."""
     if reference is None:
         return evaluate(policy, envs), {}
     visited: list[np.ndarray] = []
