@@ -724,9 +724,11 @@ def door_fresh() -> str:
 def door_limit() -> str:
     """States solved by the greedy agent, and by any of its tries with random candidates."""
     rows = []
-    for row in read_rows("door_limit.csv"):
-        states = row["states"]
-        rows.append([row["seed"], *(f"{row[key]} of {states}" for key in ("greedy", "any_try"))])
+    for path in sorted((LOGS / "door_limit").glob("seed_*.csv")):
+        states = read_rows(f"door_limit/{path.name}")
+        solved = [sum(int(state[key]) for state in states) for key in ("greedy", "solved")]
+        seed = path.stem.removeprefix("seed_")
+        rows.append([seed, *(f"{count} of {len(states)}" for count in solved)])
     return table(["seed", "greedy agent", "any try"], rows)
 
 
